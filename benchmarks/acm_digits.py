@@ -186,11 +186,9 @@ def main(_):
     runs = each(lambda seed, k=k: seed.static(k), seeds)
     add(f'static, k = {k}', 'static', f'k={k}', runs)
   budget, changes = _ABLATED
-  everything = table.get(f'adaptive, β = {budget}')
   ablated = each(lambda seed: seed.adaptive(budget, **changes), seeds)
   if ablated:
-    ablated = gathered(ablated)
-    table[f'adaptive, β = {budget}, L_b alone'] = ablated
+    table[f'adaptive, β = {budget}, L_b alone'] = gathered(ablated)
   # Numbers of learners, with one seed.
   sweep = {}
   for n in _LEARNERS.value:
@@ -219,8 +217,6 @@ def main(_):
   if sweep:
     sweep['4'] = each(lambda b: seeds[0].adaptive(b), swept)
     draw_learners(sweep, seeds[0], xlabel)
-  if everything and ablated:
-    draw_losses(everything, ablated, budget)
 
 
 def draw_learners(sweep, seed, xlabel):
@@ -238,29 +234,6 @@ def draw_learners(sweep, seed, xlabel):
       pareto=True,
     ),
     '_learners',
-  )
-
-
-def draw_losses(everything, ablated, budget):
-  """Compares training with all losses and with the budget's alone."""
-  draw(
-    viz.loss_effects(
-      [
-        {
-          'name': name,
-          'accuracy': row['accuracy']['mean'],
-          'load_mean': row['load']['mean'],
-          'load_std': row['load_std']['mean'],
-          'token_std': row['token_std']['mean'],
-        }
-        for name, row in (
-          ('all three losses', everything),
-          ('the budget alone', ablated),
-        )
-      ],
-      title=f'Digits: what entropy and diversity do, β = {budget}',
-    ),
-    '_losses',
   )
 
 

@@ -96,6 +96,8 @@ def make_config(name: str, seed: str) -> ExperimentConfig:
   elif name != 'dense':
     more = variant('amod').train.num_steps
     changes = changes | {'train.num_steps': config.train.num_steps + more}
+  if 'model.score' in changes:  # No prediction heads, which have a rate.
+    changes = changes | {'optimizer': variant('amod').optimizer}
   common = {'seed': int(seed), 'init': init, 'log.tensorboard': False}
   return config_lib.replace(config, {**common, **changes})
 

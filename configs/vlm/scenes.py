@@ -101,7 +101,7 @@ def dense() -> ExperimentConfig:
       beta2=0.999,
       clip_norm=1.0,
     ),
-    train=TrainConfig(num_steps=8000, batch_size=32),
+    train=TrainConfig(num_steps=4000, batch_size=16),
     evaluation=EvaluationConfig(
       every=0.25, batches=10, batch_size=50, final_batches=0
     ),

@@ -1,13 +1,11 @@
 """DETR in the naming of Hugging Face, with its own backbone or timm's."""
 
 from collections.abc import Mapping, Sequence
-import functools
 import os
 import pathlib
 import re
 from typing import Any, Literal
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +16,6 @@ from mod_jax.convert import files
 from mod_jax.convert.entry import Entry
 from mod_jax.errors import UserError
 from mod_jax.layers.resnet import EXPANSION, ResNetConfig
-from mod_jax.models import protocol
 from mod_jax.models.detr import DETRConfig
 
 Naming = Literal['huggingface', 'timm']  # Whose backbone it is.
@@ -69,10 +66,7 @@ _OF_TIMM = f'{_BACKBONE}conv1.weight'
 def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
   """Returns the table that maps the library's arrays to ours, on disk.
 
-  Routing is ignored.
-
-  Raises:
-    UserError: the library has no such model.
+  Routing is ignored, and a model that the library does not have is refused.
   """
   dense = config.dense_twin()
   fields = {
@@ -90,7 +84,7 @@ def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
         ' cannot be converted.'
       )
   table = _TABLE | _backbone(dense.backbone, naming)
-  return entry_lib.entries(_shapes(dense), table, 'Hugging Face')
+  return entry_lib.entries(entry_lib.shapes_of(dense), table, 'Hugging Face')
 
 
 def _backbone(config: ResNetConfig, naming: Naming) -> dict[str, str]:
@@ -127,16 +121,6 @@ def _backbone(config: ResNetConfig, naming: Naming) -> dict[str, str]:
   return table
 
 
-@functools.lru_cache(maxsize=4)
-def _shapes(config: DETRConfig) -> dict[str, tuple[int, ...]]:
-  return {name: x.shape for name, x in _flat(protocol.shapes(config)).items()}
-
-
-def _flat(variables) -> dict[str, Any]:
-  statistics = variables.get('batch_stats') or {}
-  return trees.flatten({**variables['params'], 'batch_stats': statistics})
-
-
 def on_disk(name: str) -> str:
   """Returns a name of Hugging Face as its files have it."""
   for old, new in _RENAMED:
@@ -158,10 +142,6 @@ def derive(path: str | os.PathLike) -> DETRConfig:
   Its heads are those of the config.json, other sizes those of the arrays;
   pictures are padded to 1333 × 1333 pixels, which is room for the published
   sizes in either orientation.
-
-  Raises:
-    UserError: there is no such folder, it lacks arrays, or its model computes
-      otherwise than a DETR here can.
   """
   arrays = _read(path)
   told = paths.read_object(pathlib.Path(path) / 'config.json')
@@ -230,10 +210,8 @@ def derive(path: str | os.PathLike) -> DETRConfig:
 def their_config(config: DETRConfig, names: Sequence[str]) -> dict[str, Any]:
   """Returns the config.json of a dense model that `save` has written.
 
-  Args:
-    config: of the model.
-    names: of the classes, by number; '' for numbers that no class has, and
-      there may be fewer than the model has numbers.
+  `names` of the classes are by number, '' for numbers that no class has; there
+  may be fewer than the model has numbers.
   """
   backbone = config.backbone
   sides = {
@@ -290,49 +268,24 @@ def load_variables(
 ) -> dict[str, dict[str, Any]]:
   """Returns a model's variables by collection, from weights of Hugging Face.
 
-  Args:
-    path: of a file of weights, or of a folder with one.
-    config: of the model.
-    key: to initialise the routers, which the file does not have; None for
-      `jax.random.key(0)`.
-
-  Raises:
-    UserError: there is no such file, or it holds another model; the message
-      has all arrays that are missing, unexpected or of another shape.
+  `path` is a file of weights, or a folder with one; `key` initialises the
+  routers, which the file does not have, None as `jax.random.key(0)`.
   """
-  source = read(path, config)
-  new = set(_shapes(config)) - set(source)
-
-  @jax.jit  # So that XLA removes the computation of all other parameters.
-  def fresh(new_key):
-    flat = _flat(nn.unbox(config.build().init(new_key, config.example())))
-    return {name: flat[name] for name in new}
-
-  if new:
-    source |= fresh(jax.random.key(0) if key is None else key)
-  params = trees.unflatten({n: jnp.asarray(x) for n, x in source.items()})
-  return {'batch_stats': params.pop('batch_stats'), 'params': params}
+  return entry_lib.complete(read(path, config), config, key)
 
 
 def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, np.ndarray]:
-  """Returns those of a model's variables that a file has, by name.
-
-  Arguments and errors are those of `load_variables`.
-  """
+  """Returns those of a model's variables that a file has, by name."""
   arrays = _read(path)
   entries = names(config, 'timm' if _OF_TIMM in arrays else 'huggingface')
-  shapes = _shapes(config.dense_twin())
+  shapes = entry_lib.shapes_of(config.dense_twin())
   trees.compare(
     {entry.theirs: entry.shape(shapes) for entry in entries},
     {name: x.shape for name, x in arrays.items()},
     dropped=_UNUSED,
     describe=f'{path}, a DETR of Hugging Face,',
   )
-  source = {}
-  for entry in entries:
-    parts = entry.to_ours(arrays[entry.theirs], shapes[entry.ours[0]])
-    source.update(zip(entry.ours, parts, strict=True))
-  return source
+  return entry_lib.to_ours(entries, shapes, arrays)
 
 
 def save(
@@ -345,31 +298,15 @@ def save(
   """Writes the weights of a model's dense twin as Hugging Face has them.
 
   Its DetrForObjectDetection can load the file, with a `config.json` beside it.
-
-  Args:
-    path: of the file, ending in `.safetensors`, `.npz` or `.pth`; an existing
-      file is replaced atomically.
-    variables: as `load_variables` returns them.
-    config: of the model.
-    naming: whose backbone the names are of; `timm`, as the published models.
-
-  Raises:
-    UserError: the library has no such model, the variables are not those of the
-      config, or the file cannot be written.
+  `naming` says whose backbone the names are of; published models have timm's.
   """
   entries = names(config, naming)
   files.check_suffix(pathlib.Path(path))
-  flat = _flat(nn.unbox(dict(variables)))
+  flat = entry_lib.flatten(variables)
   trees.compare(
-    _shapes(config.dense_twin()),
+    entry_lib.shapes_of(config.dense_twin()),
     {name: jnp.shape(array) for name, array in flat.items()},
     dropped=ROUTING,
     describe='variables',
   )
-  arrays = {
-    entry.theirs: entry.to_theirs(
-      *(np.asarray(flat[name], np.float32) for name in entry.ours)
-    )
-    for entry in entries
-  }
-  files.write(path, arrays)
+  files.write(path, entry_lib.to_theirs(entries, flat))

@@ -1,17 +1,21 @@
 """Names and layouts of arrays in another library and here."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.errors import UserError
+from mod_jax.models import protocol
 
 # PyTorch's names of a module's arrays, by ours.
 _SUFFIXES = {
@@ -124,6 +128,76 @@ def entries(
   return tuple(
     Entry(theirs, tuple(names), channels) for theirs, names in by_theirs.items()
   )
+
+
+def flatten(variables: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns variables by name: parameters, and `batch_stats/` before others."""
+  variables = nn.unbox(dict(variables))
+  statistics = variables.get('batch_stats') or {}
+  return trees.flatten({**variables['params'], 'batch_stats': statistics})
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns variables by collection; the inverse of `flatten`."""
+  params = trees.unflatten(flat)
+  statistics = params.pop('batch_stats', None)
+  variables = {'params': params, 'batch_stats': statistics}
+  return {name: x for name, x in variables.items() if x is not None}
+
+
+@functools.lru_cache(maxsize=8)
+def shapes_of(config) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of a model's variables, named as by `flatten`."""
+  flat = flatten(protocol.shapes(config))
+  return {name: leaf.shape for name, leaf in flat.items()}
+
+
+def complete(
+  source: Mapping[str, Any], config, key: jax.Array | None = None
+) -> dict[str, dict[str, Any]]:
+  """Returns a model's variables by collection, with new ones that are missing.
+
+  `source` has variables by name; `key` initialises the missing ones, None as
+  `jax.random.key(0)`.
+  """
+  new = set(shapes_of(config)) - set(source)
+
+  @jax.jit  # So that XLA removes the computation of all other variables.
+  def fresh(new_key):
+    flat = flatten(config.build().init(new_key, config.example()))
+    return {name: flat[name] for name in new}
+
+  variables = {name: jnp.asarray(array) for name, array in source.items()}
+  if new:
+    variables |= fresh(jax.random.key(0) if key is None else key)
+  return unflatten(variables)
+
+
+def to_ours(
+  table: Iterable[Entry],
+  shapes: Mapping[str, tuple[int, ...]],
+  theirs: Mapping[str, np.ndarray],
+  left_out: Container[str] = (),
+) -> dict[str, np.ndarray]:
+  """Returns our parameters from their arrays, but for those `left_out`."""
+  ours = {}
+  for entry in table:
+    if entry.theirs not in left_out:
+      parts = entry.to_ours(theirs[entry.theirs], shapes[entry.ours[0]])
+      ours.update(zip(entry.ours, parts, strict=True))
+  return ours
+
+
+def to_theirs(
+  table: Iterable[Entry], ours: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+  """Returns their arrays, in float32, from our parameters by name."""
+  return {
+    entry.theirs: entry.to_theirs(
+      *(np.asarray(ours[name], np.float32) for name in entry.ours)
+    )
+    for entry in table
+  }
 
 
 def arrays(

@@ -85,11 +85,7 @@ def is_gguf(path: str | os.PathLike) -> bool:
 def unpack(path: str | os.PathLike) -> pathlib.Path:
   """Writes a model's config and tokenizer as files of Hugging Face.
 
-  Returns:
-    Their directory in the cache, which has no weights.
-
-  Raises:
-    UserError: the file is damaged, or of a model that is not known here.
+  Returns their directory in the cache, which has no weights.
   """
   metadata = _Metadata(path)
   config = _config(path, metadata)

@@ -28,7 +28,7 @@ from mod_jax.convert.files import Lazy
 from mod_jax.data.tokenizers import Tokenizer
 from mod_jax.errors import UserError
 from mod_jax.layers.rope import RopeScaling
-from mod_jax.models import lm, protocol
+from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig
 
 # Keys that would change the function, and the values that are supported. Keys
@@ -289,8 +289,7 @@ def _check_ours(config: LMConfig) -> None:
 def _shapes(config: LMConfig) -> dict[str, tuple[int, ...]]:
   """Returns the shapes of our dense parameters, for unscanned layers."""
   dense = dataclasses.replace(config.dense_twin(), scan_layers=False)
-  params = trees.flatten(protocol.shapes(dense)['params'])
-  return {name: leaf.shape for name, leaf in params.items()}
+  return entry_lib.shapes_of(dense)
 
 
 def read(

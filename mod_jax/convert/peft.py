@@ -15,13 +15,14 @@ from flax import linen as nn
 import numpy as np
 
 from mod_jax import paths, trees
+from mod_jax.convert import entry as entry_lib
 from mod_jax.convert import files
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import vit as convert_vit
 from mod_jax.convert.entry import Entry
 from mod_jax.errors import UserError
 from mod_jax.layers.lora import PARAMETERS, LoRAConfig
-from mod_jax.models import lm, protocol
+from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
@@ -89,9 +90,7 @@ def derive(folder: str | os.PathLike, base):
       f'{where}: r={rank!r} and lora_alpha={alpha!r}: expected two numbers.'
     )
   if fields.get('use_rslora'):
-    alpha *= (
-      rank**0.5
-    )  # It divides by the root of the rank, and we by the rank.
+    alpha *= rank**0.5  # It divides by the rank's root, and we by the rank.
   arrays = _arrays(folder, base)
   maps = [
     _module(entry)
@@ -167,8 +166,7 @@ def read(folder: str | os.PathLike, config) -> dict[str, np.ndarray]:
   Raises:
     UserError: the arrays are not those of the config; lists all differences.
   """
-  params = trees.flatten(protocol.shapes(config)['params'])
-  shapes = {name: leaf.shape for name, leaf in params.items()}
+  shapes = entry_lib.shapes_of(config)
   arrays, expected, ours = _arrays(folder, config), {}, {}
   for entry in _entries(config):
     if entry.theirs in arrays and entry.ours[0].startswith('head'):

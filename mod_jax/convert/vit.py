@@ -7,7 +7,6 @@ to ours; `load` and `save` use it to convert in either direction.
 
 from collections.abc import Mapping
 import dataclasses
-import functools
 import math
 import os
 import pathlib
@@ -15,7 +14,6 @@ import re
 from typing import Any, Literal
 
 from absl import logging
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +25,7 @@ from mod_jax.convert import entry as entry_lib
 from mod_jax.convert.entry import Entry
 from mod_jax.errors import UserError
 from mod_jax.layers.stem import ConvStemConfig
-from mod_jax.models import protocol, vit
+from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.vit import ViTConfig
 
@@ -200,9 +198,10 @@ def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
       ' first halves the picture; for a model without a stem, use naming'
       " 'timm'."
     )
-  ours = [*_shapes(dense)]
+  ours = [*entry_lib.shapes_of(dense)]
   if naming == 'dynamicvit':
-    ours += [name for name in _shapes(config) if name.startswith('prediction_')]
+    heads = entry_lib.shapes_of(config)
+    ours += [name for name in heads if name.startswith('prediction_')]
   channels = 3 if dense.stem is None else dense.stem.width
   return entry_lib.entries(ours, library.table, library.label, channels)
 
@@ -448,28 +447,11 @@ def load_variables(
   """Returns all of a model's variables by collection; otherwise like `load`."""
   _check_dense(config)
   source = read(path, config, truncate=truncate)
-  new = set(_shapes(config)) - set(source)
-
-  @jax.jit  # So that XLA removes the computation of all other parameters.
-  def fresh(new_key):
-    flat = _flat(nn.unbox(config.build().init(new_key, config.example())))
-    arrays = {name: flat[name] for name in new}
-    if key is None:
-      heads = {n: x for n, x in arrays.items() if n.startswith('head')}
-      arrays |= jax.tree.map(jnp.zeros_like, heads)
-    return arrays
-
-  if new:
-    source |= fresh(jax.random.key(0) if key is None else key)
-  return unflatten({n: jnp.asarray(array) for n, array in source.items()})
-
-
-def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns variables by collection from what `read` returns."""
-  params = trees.unflatten(flat)
-  statistics = params.pop('batch_stats', None)
-  variables = {'params': params, 'batch_stats': statistics}
-  return {name: x for name, x in variables.items() if x is not None}
+  if key is None:
+    for name, shape in entry_lib.shapes_of(config).items():
+      if name.startswith('head') and name not in source:
+        source[name] = np.zeros(shape, np.float32)
+  return entry_lib.complete(source, config, key)
 
 
 def read(
@@ -482,7 +464,7 @@ def read(
   `batch_stats/`. Arguments and errors are those of `load`, without `key`.
   """
   file, dense = _read(path), config.dense_twin()
-  entries, shapes = names(config, file.naming), _shapes(config)
+  entries, shapes = names(config, file.naming), entry_lib.shapes_of(config)
   arrays, library, sizes = file.arrays, file.library, file.sizes()
   _check_beside(file.path, dense)
 
@@ -517,13 +499,7 @@ def read(
       '%s: %s is made new, for num_classes=%d; %s in these weights.',
       *(file.path, name, dense.num_classes, f'{classes or "there is none"}'),
     )
-  source = {}
-  for entry in entries:
-    if entry.theirs not in replaced:
-      array = arrays.pop(entry.theirs)
-      parts = entry.to_ours(array, shapes[entry.ours[0]])
-      source.update(zip(entry.ours, parts, strict=True))
-  return source
+  return entry_lib.to_ours(entries, shapes, arrays, replaced)
 
 
 def save(
@@ -556,26 +532,24 @@ def save(
   _check_dense(config)
   entries = names(config, naming)
   files.check_suffix(pathlib.Path(path))
-  flat = _flat(nn.unbox({'params': params, 'batch_stats': batch_stats}))
-  shapes = _shapes(config)
+  flat = entry_lib.flatten({'params': params, 'batch_stats': batch_stats})
+  shapes = entry_lib.shapes_of(config)
   trees.compare(
     {name: shapes[name] for entry in entries for name in entry.ours},
     {name: jnp.shape(array) for name, array in flat.items()},
     dropped=ROUTING,
     describe='params',
   )
-  dense = config.dense_twin()
-  arrays = {}
-  for entry in entries:
-    ours = [np.asarray(flat[name], np.float32) for name in entry.ours]
-    theirs = entry.theirs
-    if naming == 'huggingface':
-      theirs = _prefixed(theirs, dense)
-    arrays[theirs] = entry.to_theirs(*ours)
-    if entry.theirs.endswith('running_var'):
-      # PyTorch's layers require it, but use it only in training.
-      counter = entry.theirs.replace('running_var', 'num_batches_tracked')
-      arrays[counter] = np.int64(0)
+  arrays = entry_lib.to_theirs(entries, flat)
+  if naming == 'huggingface':
+    dense = config.dense_twin()
+    arrays = {_prefixed(name, dense): x for name, x in arrays.items()}
+  # PyTorch's layers require these, but use them only in training.
+  arrays |= {
+    name.replace('running_var', 'num_batches_tracked'): np.int64(0)
+    for name in arrays
+    if name.endswith('running_var')
+  }
   # DynamicViT's code reads the weights from the key 'model'.
   files.write(
     path, arrays, torch_key='model' if naming == 'dynamicvit' else None
@@ -589,17 +563,6 @@ def _check_dense(config: Config) -> None:
       ' modules; convert config.dense_twin(), of which models.acm.acmize makes'
       ' an adaptive model.'
     )
-
-
-def _flat(variables) -> dict[str, Any]:
-  statistics = variables.get('batch_stats') or {}
-  return trees.flatten({**variables['params'], 'batch_stats': statistics})
-
-
-@functools.lru_cache(maxsize=4)
-def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
-  flat = _flat(protocol.shapes(config))
-  return {name: leaf.shape for name, leaf in flat.items()}
 
 
 def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:

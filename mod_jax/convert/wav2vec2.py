@@ -5,7 +5,6 @@ tap (weight normalisation, Salimans & Kingma 2016), under names that depend on
 PyTorch's version, or folded to one kernel. Ours is folded.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import os
 import pathlib
@@ -13,9 +12,6 @@ import re
 from typing import Any
 
 from absl import logging
-from flax import linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
@@ -23,7 +19,6 @@ from mod_jax import paths, trees
 from mod_jax.convert import entry as entry_lib
 from mod_jax.convert import files
 from mod_jax.errors import UserError
-from mod_jax.models import protocol
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
 _LABEL = 'Hugging Face'
@@ -59,8 +54,6 @@ _NORMALISED = (
 _OPTIONAL = ('lm_head.weight', 'lm_head.bias', 'masked_spec_embed')
 # Heads of pretraining.
 _UNUSED = (r'quantizer\..*', r'project_(hid|q)\..*')
-# Parameters that our models have in addition to those of their dense twins.
-_ROUTING = (r'(block_\d+/)?router/.*',)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,41 +140,14 @@ def derive(folder: str | os.PathLike, **known) -> Wav2Vec2Config:
   return Wav2Vec2Config(variant=variant, **ours | known)
 
 
-def config_json(config: Wav2Vec2Config, **more) -> dict[str, Any]:
-  """Returns the `config.json` of a model's dense twin."""
-  ours = {field: getattr(config, name) for name, field in _SAME.items()}
-  return {
-    'architectures': ['Wav2Vec2ForCTC'],
-    **_fixed(config.variant),
-    **ours,
-    'num_feat_extract_layers': len(config.conv_dims),
-    'pad_token_id': 0,
-    **more,
-  }
-
-
-def _entries(config: Wav2Vec2Config):
-  shapes = _shapes(config.dense_twin())
-  return entry_lib.entries(shapes, _TABLE, _LABEL), shapes
-
-
-def _shapes(config) -> dict[str, tuple[int, ...]]:
-  params = trees.flatten(protocol.shapes(config)['params'])
-  return {name: x.shape for name, x in params.items()}
-
-
-def _norm(direction_OIK):
-  return np.sqrt(
-    np.square(direction_OIK, dtype=np.float64).sum(axis=(0, 1), keepdims=True)
-  )
-
-
 def _fold(arrays: dict[str, np.ndarray]) -> None:
   """Replaces the weight normalisation's two arrays by their kernel."""
   for length, direction in _NORMALISED:
     if length in arrays and direction in arrays:
       direction_OIK = arrays.pop(direction)
-      factor_11K = arrays.pop(length) / _norm(direction_OIK)
+      squares_OIK = np.square(direction_OIK, dtype=np.float64)
+      norm_11K = np.sqrt(squares_OIK.sum(axis=(0, 1), keepdims=True))
+      factor_11K = arrays.pop(length) / norm_11K
       arrays[_FOLDED] = np.float32(direction_OIK * factor_11K)
 
 
@@ -191,7 +157,7 @@ def read(
   """Returns those of a model's parameters that a file contains, by name.
 
   A head that is missing or for another vocabulary is left out, with a warning,
-  and so are routing parameters. Arguments and errors are those of `load`.
+  and so are routing parameters.
   """
   path = files.find(path)
   arrays = {
@@ -199,7 +165,8 @@ def read(
     for name, array in files.read(path).items()
   }
   _fold(arrays)
-  entries, shapes = _entries(config)
+  shapes = entry_lib.shapes_of(config.dense_twin())
+  entries = entry_lib.entries(shapes, _TABLE, _LABEL)
   expected = {entry.theirs: entry.shape(shapes) for entry in entries}
   new = {name for name in _OPTIONAL if name not in arrays}
   head = arrays.get('lm_head.weight')
@@ -218,96 +185,13 @@ def read(
     dropped=_UNUSED,
     describe=f'{path}, a Wav2Vec2 of {_LABEL},',
   )
-  source = {}
-  for entry in entries:
-    if entry.theirs not in new:
-      (name,) = entry.ours
-      (source[name],) = entry.to_ours(arrays[entry.theirs], shapes[name])
-  return source
+  return entry_lib.to_ours(entries, shapes, arrays, new)
 
 
-def load(
-  path: str | os.PathLike,
-  config: Wav2Vec2Config,
-  *,
-  key: jax.Array | None = None,
-) -> dict[str, Any]:
+def load(path: str | os.PathLike, config: Wav2Vec2Config) -> dict[str, Any]:
   """Returns parameters of a model from weights of Hugging Face.
 
-  Args:
-    path: of a file of weights, or of a directory with one.
-    config: of the model, dense or routed.
-    key: for new parameters: routing, and a head that is missing or for another
-      vocabulary; None is `jax.random.key(0)`.
-
-  Returns:
-    Nested dictionary of float32 arrays, structured like the 'params' of
-    `config.build().init`.
-
-  Raises:
-    UserError: there is no such file, or it has another architecture, in which
-      case the message has all arrays that are missing, unexpected or of another
-      shape.
+  Routing is new, and so is a head that is missing or for another vocabulary.
+  `path` is a file of weights, or a directory with one.
   """
-  source = read(path, config)
-  new = set(_shapes(config)) - set(source)
-
-  @jax.jit  # So that XLA removes the computation of all other parameters.
-  def fresh(new_key):
-    variables = nn.unbox(config.build().init(new_key, config.example()))
-    flat = trees.flatten(variables['params'])
-    return {name: flat[name] for name in new}
-
-  if new:
-    source |= fresh(jax.random.key(0) if key is None else key)
-  return trees.unflatten({n: jnp.asarray(x) for n, x in source.items()})
-
-
-def arrays_of(
-  params, config: Wav2Vec2Config, *, folded: bool = False
-) -> dict[str, np.ndarray]:
-  """Returns the arrays of a dense twin as Hugging Face names them.
-
-  With `folded`, the position convolution is one kernel, and otherwise as
-  present transformers store it. Routers are left out.
-
-  Raises:
-    UserError: the parameters are not those of the config.
-  """
-  entries, shapes = _entries(config)
-  flat: Mapping[str, Any] = trees.flatten(nn.unbox(params))
-  trees.compare(
-    shapes,
-    {name: jnp.shape(x) for name, x in flat.items()},
-    dropped=_ROUTING,
-    describe='params',
-  )
-  arrays = {
-    entry.theirs: entry.to_theirs(np.asarray(flat[entry.ours[0]], np.float32))
-    for entry in entries
-  }
-  if not folded:
-    length, direction = _NORMALISED[0]
-    arrays[direction] = arrays.pop(_FOLDED)
-    arrays[length] = np.float32(_norm(arrays[direction]))
-  return {
-    name if name.startswith('lm_head.') else _PREFIX + name: x
-    for name, x in arrays.items()
-  }
-
-
-def save(
-  folder: str | os.PathLike,
-  params,
-  config: Wav2Vec2Config,
-  *,
-  folded: bool = False,
-) -> None:
-  """Writes a directory that `Wav2Vec2ForCTC.from_pretrained` reads.
-
-  Arguments and errors are those of `arrays_of`.
-  """
-  folder = pathlib.Path(folder).expanduser()
-  arrays = arrays_of(params, config, folded=folded)
-  files.write(folder / 'model.safetensors', arrays)
-  files.write_json(folder / 'config.json', config_json(config))
+  return entry_lib.complete(read(path, config), config)['params']

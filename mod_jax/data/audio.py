@@ -14,13 +14,15 @@ frames and U characters, where T and L are those of one bucket:
 from collections.abc import Callable, Iterator
 import dataclasses
 import functools
+import sys
 from typing import Annotated, Any, Literal
 
 from absl import logging
+import grain
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax.data import audio_files, common, formants
+from mod_jax.data import audio_files, common, formants, images
 from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data.characters import Characters
 from mod_jax.errors import UserError
@@ -256,26 +258,15 @@ def _of_folder(config: AudioDataConfig, split: _Split):
     yield recording.name, recording.text, samples_T
 
 
-class TrainBatches:
-  """Endless training batches, each of recordings of about one bucket.
+class _Endless:
+  """Random access to training batches, each of recordings of about one bucket.
 
-  A batch depends only on the data, the seed and its number, which is the state.
+  A batch depends only on the data, the seed and its number.
   """
 
-  def __init__(
-    self, recordings, frames, *, batch_size, seed, shard_index, shard_count
-  ):
-    rows = batch_size * shard_count
-    if len(recordings) < rows:
-      raise UserError(
-        f'there are {len(recordings)} recordings to train on, fewer than the'
-        f' {rows} of one batch: add some or lower the batch size.'
-      )
+  def __init__(self, recordings: Recordings, frames, rows: int, seed: int):
     self._recordings, self._frames = recordings, frames
-    self._seed = seed
-    start = shard_index * batch_size
-    self._rows, self._shard = rows, slice(start, start + batch_size)
-    self._next_batch = 0
+    self._rows, self._seed = rows, seed
     self._epoch = functools.lru_cache(2)(self._plan)
 
   def _plan(self, epoch: int) -> np.ndarray:
@@ -292,27 +283,39 @@ class TrainBatches:
     order_N = order_N[len(order_N) - batches * self._rows :]
     return rng.permutation(order_N.reshape(batches, self._rows))
 
-  def __iter__(self):
-    return self
+  def __len__(self) -> int:
+    return sys.maxsize
 
-  def __next__(self) -> Batch:
-    epoch, number = divmod(
-      self._next_batch, len(self._recordings) // self._rows
+  def __getitem__(self, number: int) -> Batch:
+    epoch, batch = divmod(number, len(self._recordings) // self._rows)
+    rng = np.random.default_rng((self._seed, 1, number))
+    return self._recordings.rows(self._epoch(epoch)[batch], self._frames, rng)
+
+
+def train_iterator(
+  recordings: Recordings,
+  frames: Callable[[Any], Any],
+  *,
+  batch_size: int,
+  seed: int,
+  shard_index: int = 0,
+  shard_count: int = 1,
+) -> grain.DatasetIterator:
+  """Returns an endless iterator; as `data.images.train_iterator`.
+
+  `frames` tells a number of samples' frames.
+  """
+  rows = batch_size * shard_count
+  if len(recordings) < rows:
+    raise UserError(
+      f'there are {len(recordings)} recordings to train on, fewer than the'
+      f' {rows} of one batch: add some or lower the batch size.'
     )
-    rng = np.random.default_rng((self._seed, 1, self._next_batch))
-    self._next_batch += 1
-    # All rows are made, so that the global batch does not depend on shards.
-    batch = self._recordings.rows(self._epoch(epoch)[number], self._frames, rng)
-    return {name: x[self._shard] for name, x in batch.items()}
-
-  def get_state(self) -> dict[str, Any]:
-    return {'next_batch': self._next_batch}
-
-  def set_state(self, state: dict[str, Any]) -> None:
-    self._next_batch = int(state['next_batch'])
-
-  def close(self) -> None:
-    """There is nothing to end."""
+  # All rows are made, so that the global batch does not depend on shards.
+  batches = grain.MapDataset.source(_Endless(recordings, frames, rows, seed))
+  start = shard_index * batch_size
+  batches = batches.map(common.Rows(start, start + batch_size))
+  return images.Batches(batches, workers=0)
 
 
 def eval_batches(
@@ -329,16 +332,11 @@ def eval_batches(
   Every recording counts exactly once over all shards, or `num_batches` limits
   them, spread over the data.
   """
-  rows = batch_size * shard_count
   order_N = np.argsort(recordings.bucket_N, kind='stable')
-  count = len(order_N)
-  if num_batches is not None:
-    count = min(count, num_batches * rows)
-    order_N = order_N[np.arange(count) * len(order_N) // count]
-  padded = np.full(-(-count // rows) * rows, -1)
-  padded[:count] = order_N
-  for indices in padded.reshape(-1, rows):
-    batch = recordings.rows(indices, frames)
-    start = shard_index * batch_size
-    shard = slice(start, start + batch_size)
-    yield {name: x[shard] for name, x in batch.items()}
+  rows = batch_size * shard_count
+  index = images.eval_indices(len(recordings), rows, num_batches, 0, 1)
+  shard = common.Rows(shard_index * batch_size, (shard_index + 1) * batch_size)
+  for numbers in index.reshape(-1, rows):
+    real = numbers != images.PADDING
+    indices = np.where(real, order_N[numbers], images.PADDING)
+    yield shard.map(recordings.rows(indices, frames))

@@ -1,7 +1,6 @@
 """Recordings: files, lists of files with transcripts, and resampling.
 
-WAV of whole numbers is read by the standard library; all else needs soundfile,
-of the extra `speech`.
+WAV is read by SciPy; all else needs soundfile, of the extra `speech`.
 """
 
 from collections.abc import Iterator
@@ -12,8 +11,8 @@ import json
 import math
 import os
 import pathlib
+import struct
 from typing import Literal
-import wave
 
 import numpy as np
 
@@ -44,15 +43,7 @@ class Recording:
 def read(path: str | os.PathLike, stated: int | None = None):
   """Returns the samples float32 [T] of a file, and their rate per second.
 
-  Channels are averaged.
-
-  Args:
-    path: of the file.
-    stated: rate that it should have; None for any.
-
-  Raises:
-    UserError: there is no such file, it is no audio, or has no samples or
-      another rate than is stated.
+  Channels are averaged. A rate other than is `stated` is refused.
   """
   path = pathlib.Path(path).expanduser()
   if not path.is_file():
@@ -69,24 +60,21 @@ def read(path: str | os.PathLike, stated: int | None = None):
 
 
 def _read_wave(path):
-  """Returns samples_TC and rate of a WAV of whole numbers, or None."""
+  """Returns samples_TC and rate of a WAV, or None."""
+  from scipy.io import wavfile  # Imported here, since it is heavy.
+
   try:
-    with wave.open(str(path)) as file:
-      rate, channels = file.getframerate(), file.getnchannels()
-      width, data = file.getsampwidth(), file.readframes(file.getnframes())
-  except (wave.Error, EOFError):
+    rate, whole_T = wavfile.read(path)
+  except (ValueError, struct.error):
     return None
-  raw_TB = np.frombuffer(data, np.uint8)
-  raw_TB = raw_TB[: len(raw_TB) // (width * channels) * width * channels]
-  raw_TB = raw_TB.reshape(-1, width)
-  if width == 1:  # The only width without a sign.
-    samples_T = raw_TB[:, 0].astype(np.float32) / 128 - 1
-  else:
-    # Put into the highest bytes, so that the sign is where NumPy expects it.
-    whole_TB = np.zeros((len(raw_TB), 4), np.uint8)
-    whole_TB[:, 4 - width :] = raw_TB
-    samples_T = whole_TB.view('<i4')[:, 0].astype(np.float32) / 2**31
-  return samples_T.reshape(-1, channels), rate
+  samples_TC = whole_T.astype(np.float32)
+  if samples_TC.ndim == 1:
+    samples_TC = samples_TC[:, None]
+  if whole_T.dtype == np.uint8:  # The only width without a sign.
+    samples_TC = samples_TC / 128 - 1
+  elif whole_T.dtype.kind == 'i':  # 24 bits are the upper ones of 32.
+    samples_TC /= 2 ** (8 * whole_T.itemsize - 1)
+  return samples_TC, rate
 
 
 def _read_other(path):
@@ -94,7 +82,7 @@ def _read_other(path):
     soundfile = importlib.import_module('soundfile')
   except ImportError as error:
     raise UserError(
-      f'{path} is no WAV of whole numbers, and other formats need soundfile:'
+      f'{path} is no WAV, and other formats need soundfile:'
       ' pip install "mod_jax[speech]".'
     ) from error
   try:
@@ -124,12 +112,10 @@ def resample(samples_T: np.ndarray, rate: int, to: int) -> np.ndarray:
 
 def write(path: str | os.PathLike, samples_T: np.ndarray, rate: int) -> None:
   """Writes samples in [-1, 1] as WAV of 16 bits."""
+  from scipy.io import wavfile  # Imported here, since it is heavy.
+
   whole_T = np.clip(np.round(np.asarray(samples_T) * 32767), -32768, 32767)
-  with wave.open(os.fspath(path), 'wb') as file:
-    file.setnchannels(1)
-    file.setsampwidth(2)
-    file.setframerate(rate)
-    file.writeframes(whole_T.astype('<i2').tobytes())
+  wavfile.write(path, rate, whole_T.astype(np.int16))
 
 
 def normalize(samples_T: np.ndarray) -> np.ndarray:
@@ -152,9 +138,6 @@ def recordings(
   Held-out recordings are those of `eval`, `dev`, `test`, `validation` or
   `valid`: of such a list, or of a folder whose name begins so. Without any,
   every tenth recording is held out.
-
-  Raises:
-    UserError: there is no such folder, or no recordings in it.
   """
   folder = pathlib.Path(folder).expanduser()
   if not folder.is_dir():

@@ -79,7 +79,6 @@ class AugmentConfig:
   label_smoothing: config_lib.BelowOne = 0.0
 
   def __post_init__(self):
-    """Refuses values out of range."""
     config_lib.validate(self)
 
 

@@ -48,9 +48,6 @@ class Coco:
     """Reads `annotations/instances_SPLIT.json` of the folder `path`.
 
     The pictures are in the folder `SPLIT` beside it.
-
-    Raises:
-      errors.UserError: there is no such file, or it is not in COCO's format.
     """
     folder = paths.expand(path)
     self._folder = folder / split

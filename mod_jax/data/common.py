@@ -17,13 +17,8 @@ def check_source(
 ) -> None:
   """Checks the fields of a data config that depend on its `source`.
 
-  Args:
-    config: of a data set.
-    needed: for each source, the fields that it requires.
-    own: for each field that only some sources read, these sources.
-
-  Raises:
-    errors.UserError: a field is missing, or would silently do nothing.
+  `needed` are the fields that each source requires, and `own` the sources that
+  read each field that others ignore.
   """
   for name in needed.get(config.source, ()):
     if not getattr(config, name):
@@ -40,37 +35,11 @@ def check_source(
       )
 
 
-def check_request(
-  batch_size: int,
-  shard_index: int,
-  shard_count: int,
-  *,
-  seed: int = 0,
-  num_batches: int | None = None,
-) -> None:
-  """Raises errors.UserError if arguments of a batch iterator are invalid."""
-  if batch_size < 1:
-    raise errors.UserError(f'batch_size={batch_size}: expected at least 1')
-  if not 0 <= shard_index < shard_count:
-    raise errors.UserError(
-      f'shard_index={shard_index}: expected one of the {shard_count} shards, '
-      'counted from 0'
-    )
-  if not 0 <= seed < 2**31:
-    raise errors.UserError(f'seed={seed}: expected an integer in [0, 2**31)')
-  if num_batches is not None and num_batches < 1:
-    raise errors.UserError(
-      f'num_batches={num_batches}: expected at least 1, or None for all'
-    )
-
-
 class Rows(grain.transforms.Map):
-  """Selects rows of a batch."""
+  """Selects rows [start, stop) of a batch; None is the end."""
 
   def __init__(self, start: int, stop: int | None = None):
-    """Selects rows [start, stop); None is the end."""
     self._rows = slice(start, stop)
 
   def map(self, element: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the rows, as views."""
     return {key: value[self._rows] for key, value in element.items()}

@@ -1,23 +1,16 @@
 """Image corruptions, to measure a model's robustness.
 
 Modelled on ImageNet-C (Hendrycks & Dietterich, 2019): kinds of corruption at
-severities 1 to 5. ImageNet-C's strengths are for 224 x 224 images, and the
-authors' CIFAR-10-C has others for 32 x 32. Here strengths are relative to the
-image size, so that one table fits all sizes. Differences from ImageNet-C:
+severities 1 to 5. Its strengths are for 224 x 224 images, and the authors'
+CIFAR-10-C has others for 32 x 32. Here one table fits all sizes:
 
-  noise       Gaussian, equal to ImageNet-C's at 224 pixels. The standard
-              deviation grows with the square root of the side. A constant one
-              would average out within the larger patches of large images; one
-              proportional to the side would hardly be visible in small images.
-              At 32 pixels it is 0.03 to 0.14; CIFAR-10-C has 0.04 to 0.1.
-  blur        Gaussian, with a width proportional to the side: 2.8 to 9 pixels
-              at 224 (ImageNet-C: 1 to 6), and 0.4 to 1.3 at 32 (CIFAR-10-C:
-              0.4 to 1).
+  noise       Gaussian, whose standard deviation grows with the square root of
+              the side; equal to ImageNet-C's at 224 pixels. A constant one
+              would average out within the larger patches of large images.
+  blur        Gaussian, with a width proportional to the side.
   contrast    no difference.
-  pixelation  into the same number of cells at all sizes from 32 pixels up;
-              ImageNet-C's blocks of 2 to 4 pixels at 224 would be less than a
-              pixel at 32. At 224 pixels, blocks have 8 to 19 pixels. A pixel
-              that overlaps two cells is averaged by area.
+  pixelation  into the same number of cells at all sizes from 32 pixels up. A
+              pixel that overlaps two cells is averaged by area.
 
 Images are not compressed again as JPEG, which would be another corruption.
 """

@@ -72,11 +72,7 @@ class DetectionPreprocess:
     return array, np.int32([image.height, image.width])
 
   def __call__(self, pictures) -> tuple[np.ndarray, np.ndarray]:
-    """Returns image_BHWC and size_B2 of paths, Pillow images or arrays.
-
-    Raises:
-      errors.UserError: a picture is none of these or cannot be decoded.
-    """
+    """Returns image_BHWC and size_B2 of paths, Pillow images or arrays."""
     padded = [
       self.pad(self.fit(images_lib.as_image(picture))) for picture in pictures
     ]
@@ -129,13 +125,13 @@ class DetectionDataConfig:
   workers: config_lib.Workers = 0
 
   def __post_init__(self):
-    config_lib.validate(self)
+    check = config_lib.validate(self)
     common.check_source(self, needed={'coco': ['path']}, own={'path': ['coco']})
-    if self.source == 'scenes' and len(set(self.image_size)) > 1:
-      raise errors.UserError(
-        f'image_size={self.image_size}: scenes are square, so give one side'
-        ' twice.'
-      )
+    check(
+      self.source != 'scenes' or len(set(self.image_size)) == 1,
+      'one side twice, as scenes are square',
+      'image_size',
+    )
 
   @property
   def preprocess(self) -> DetectionPreprocess:
@@ -171,12 +167,7 @@ class _CocoObjects(Coco):
 
 @functools.lru_cache(maxsize=4)  # Annotations take long to read.
 def open_split(config: DetectionDataConfig, split: Literal['train', 'eval']):
-  """Returns a split: `class_names`, a length, `load(i)`, `fingerprint()`.
-
-  Raises:
-    errors.UserError: the data cannot be read, or a picture has more objects
-      than `config.most`.
-  """
+  """Returns a split: `class_names`, a length, `load(i)`, `fingerprint()`."""
   if config.source == 'scenes':
     source = _SceneObjects(config, split)
   else:
@@ -188,6 +179,13 @@ def open_split(config: DetectionDataConfig, split: Literal['train', 'eval']):
       f' data.most={source.most}.'
     )
   return source
+
+
+def num_examples(
+  config: DetectionDataConfig, split: Literal['train', 'eval'] = 'train'
+) -> int:
+  """Returns the number of pictures to train on, or of held-out ones."""
+  return len(open_split(config, split))
 
 
 def fingerprint(config: DetectionDataConfig) -> dict[str, Any]:

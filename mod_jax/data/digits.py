@@ -15,28 +15,17 @@ _HELD_OUT_EVERY = 5
 
 
 class DigitImages:
-  """The training or the held-out digits, with random access.
-
-  Attributes:
-    class_names: '0' to '9'.
-    labels: int32 [N].
-  """
+  """The digits with random access: a fixed fifth of each is held out."""
 
   class_names = CLASSES
 
   def __init__(self, split: str):
-    """Reads the images.
-
-    Args:
-      split: 'eval' for a fixed fifth of every digit, 'train' for the rest.
-    """
     images, labels, held_out = _read()
     chosen = held_out if split == 'eval' else ~held_out
     self._images = images[chosen]
     self.labels = labels[chosen]
 
   def __len__(self) -> int:
-    """Returns the number of images."""
     return len(self.labels)
 
   def fingerprint(self) -> dict[str, Any]:

@@ -94,15 +94,9 @@ def decode(
 
   Animations give their first frame. Transparency is dropped; of 16-bit values
   the upper 8 bits are kept; floating-point values must lie between 0 and 1.
-
-  Args:
-    source: a path, or the bytes of a file.
-    what: the image's name in errors, such as "image 'a.png'".
-    most: pixels, of which it is refused before it is decoded if it has more.
-
-  Raises:
-    UnreadableImageError: the image cannot be decoded, or it has a mode without
-      a defined value for white.
+  `source` is a path or the bytes of a file, and `what` the image's name in an
+  `UnreadableImageError`, such as "image 'a.png'". One of more than `most`
+  pixels is refused before it is decoded.
   """
   file = io.BytesIO(source) if isinstance(source, bytes) else source
   try:
@@ -230,11 +224,7 @@ def _list_images(
 
 
 def readable(root: str, names: list[str], unreadable: str) -> np.ndarray:
-  """Returns the indices of files that begin as pictures do.
-
-  Raises:
-    errors.UserError: some do not, and `unreadable` is 'refuse'.
-  """
+  """Returns the indices of files that begin as pictures do."""
   chunks = itertools.batched(names, _CHECK_CHUNK)
   with futures.ThreadPoolExecutor(_CHECK_THREADS) as pool:
     faults = pool.map(

@@ -206,14 +206,13 @@ class ImageDataConfig:
   cache_dir: str = ''
 
   def __post_init__(self):
-    """Refuses settings that cannot work or would silently do nothing."""
-    config_lib.validate(self)
+    check = config_lib.validate(self)
     paths.require_local(self.cache_dir, 'cache_dir')
-    if self.cache_dir and self.cache != 'disk':
-      raise errors.UserError(
-        f"cache_dir={self.cache_dir!r} is read only with cache='disk', but "
-        f'cache={self.cache!r}: set cache or drop cache_dir'
-      )
+    check(
+      not self.cache_dir or self.cache == 'disk',
+      "cache='disk', or no cache_dir",
+      *('cache_dir', 'cache'),
+    )
     common.check_source(
       self,
       needed={
@@ -279,11 +278,7 @@ def picture_names(
 
 
 def class_weights(config: ImageDataConfig) -> np.ndarray | None:
-  """Returns the factors on the losses of classes, float32 [V]; None for none.
-
-  Raises:
-    errors.UserError: the table names a class that the data do not have.
-  """
+  """Returns the factors on the losses of classes, float32 [V], or None."""
   names = class_names(config)
   if config.class_weights is None:
     return None

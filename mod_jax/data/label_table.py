@@ -38,10 +38,6 @@ def open_split(
   """Returns the pictures of 'train' or 'eval'; their labels are bool [N, V].
 
   Headers of the files are checked as by `image_folder.open_split`.
-
-  Raises:
-    errors.UserError: the table is not as described above, or a label has no
-      picture to train on.
   """
   classes, names, labels, splits = _read(path, table)
   root = os.path.abspath(os.path.expanduser(path))

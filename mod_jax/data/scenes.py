@@ -71,12 +71,10 @@ class SceneConfig:
   seed: config_lib.Seed = 0
 
   def __post_init__(self):
-    config_lib.validate(self)
+    check = config_lib.validate(self)
     low, high = self.scales
-    config_lib.check(self, self.least <= self.most, 'least <= most', 'least')
-    config_lib.check(
-      self, _LARGER * low <= high, f'{_LARGER} times the least', 'scales'
-    )
+    check(self.least <= self.most, 'least <= most', 'least')
+    check(_LARGER * low <= high, f'{_LARGER} times the least', 'scales')
 
   @property
   def classes(self) -> tuple[str, ...]:
@@ -89,21 +87,10 @@ class SceneConfig:
 class Scenes:
   """The training or the held-out scenes, with random access.
 
-  Attributes:
-    class_names: `SceneConfig.classes`.
+  They are drawn when they are asked for, `size` pixels a side.
   """
 
   def __init__(self, config: SceneConfig, size: int, split: str):
-    """Draws nothing yet.
-
-    Args:
-      config: what the scenes are made of.
-      size: height and width of the pictures in pixels.
-      split: 'train' or 'eval'.
-
-    Raises:
-      errors.UserError: the largest digits do not fit the picture.
-    """
     if _SIDE * config.scales[1] > size / 2:
       raise errors.UserError(
         f'scenes.scales: digits of up to {_SIDE * config.scales[1]:.0f} pixels'

@@ -109,7 +109,6 @@ class Tokens:
     )
 
   def __len__(self) -> int:
-    """Returns the number of tokens."""
     return int(self._begins[-1])
 
   @functools.cached_property

@@ -114,15 +114,19 @@ class TextDataConfig:
   max_epochs: config_lib.Positive = 1.0
 
   def __post_init__(self):
-    """Refuses settings that cannot work or would silently do nothing."""
-    config_lib.validate(self)
+    check = config_lib.validate(self)
     paths.require_local(self.cache_dir, 'cache_dir')
     paths.require_local(self.path, 'path')
-    if self.source in _OWN_FILES and not self.files.strip(' ,'):
-      raise errors.UserError(
-        f'source={self.source!r} needs files, a glob such as '
-        "files='text/**/*.txt'"
-      )
+    check(
+      self.prefetch >= self.read_threads,
+      'prefetch >= read_threads',
+      *('prefetch', 'read_threads'),
+    )
+    check(
+      self.source not in _OWN_FILES or self.files.strip(' ,'),
+      "files, a glob such as 'text/**/*.txt'",
+      *('source', 'files'),
+    )
     common.check_source(
       self,
       needed={
@@ -136,34 +140,24 @@ class TextDataConfig:
         'path': ['prepared'],
       },
     )
-    if self.source == 'prepared' and self.tokenizer_path:
-      raise errors.UserError(
-        f"tokenizer_path={self.tokenizer_path!r} and source='prepared', which "
-        'has the tokenizer that it was prepared with: drop tokenizer_path'
-      )
+    has_own = self.source == 'prepared'
     reads_file = self.tokenizer in ('sentencepiece', 'huggingface')
-    if self.tokenizer_path and not reads_file:
-      raise errors.UserError(
-        f'tokenizer_path={self.tokenizer_path!r} is not read by tokenizer='
-        f"{self.tokenizer!r}: set tokenizer='sentencepiece' or 'huggingface', "
-        'or drop it'
-      )
-    if self.tokenizer == 'bpe' and self.source in ('tfds', 'huggingface'):
-      raise errors.UserError(
-        "tokenizer='bpe' is learned from files of text, and source="
-        f'{self.source!r} has none: give a tokenizer file by tokenizer and '
-        'tokenizer_path'
-      )
-    needs_path = reads_file and self.source != 'prepared'
-    if needs_path and not self.tokenizer_path:
-      raise errors.UserError(
-        f'tokenizer={self.tokenizer!r} needs tokenizer_path, a local file'
-      )
-    if self.prefetch < self.read_threads:
-      raise errors.UserError(
-        f'prefetch={self.prefetch}: expected at least '
-        f'read_threads={self.read_threads}'
-      )
+    check(
+      not self.tokenizer_path or (reads_file and not has_own),
+      "tokenizer='sentencepiece' or 'huggingface', and no prepared corpus,"
+      ' which has its own; or drop tokenizer_path',
+      *('tokenizer_path', 'tokenizer', 'source'),
+    )
+    check(
+      self.tokenizer_path or not reads_file or has_own,
+      'the path of a local file',
+      *('tokenizer_path', 'tokenizer'),
+    )
+    check(
+      self.tokenizer != 'bpe' or self.source not in ('tfds', 'huggingface'),
+      'a tokenizer file, as subwords are learned from files of text alone',
+      *('tokenizer', 'source'),
+    )
 
   @property
   def learns_tokenizer(self) -> bool:
@@ -232,27 +226,12 @@ def train_iterator(
   gets the first rows. Rows are reshuffled in every epoch, and each is seen once
   per epoch.
 
-  Args:
-    config: what to read.
-    batch_size: rows per batch of one shard.
-    seed: of the shuffle, in [0, 2**31).
-    shard_index: which shard (host) this is.
-    shard_count: number of shards.
-    num_batches: global batches that the run will take, None if unknown. More
-      than `config.max_epochs` allows are refused; more than one epoch logs a
-      warning.
-
-  Returns:
-    A Grain iterator of batches, described at the top of this module.
-    `get_state()` is a small JSON-ready dict that is the same on all shards and
-    for any number of shards; after `set_state()` the iterator continues with
-    the next batch.
-
-  Raises:
-    errors.UserError: the data cannot be read, is less than a global batch, or
-      would be seen too often.
+  `num_batches` is how many global batches the run will take: more than
+  `config.max_epochs` allows are refused, more than one epoch logs a warning.
+  `get_state()` is a small JSON-ready dict that is the same on all shards and
+  for any number of shards; after `set_state()` the iterator continues with the
+  next batch.
   """
-  common.check_request(batch_size, shard_index, shard_count, seed=seed)
   rows_needed = batch_size * shard_count
   stream = open_stream(
     config, 'train', shard_index=shard_index, shard_count=shard_count
@@ -298,25 +277,9 @@ def eval_batches(
 
   All shards get the same number of batches; the last is padded with rows of
   weight 0. Without a limit, every held-out target counts exactly once over all
-  batches of all shards.
-
-  Args:
-    config: what to read.
-    batch_size: rows per batch of one shard.
-    num_batches: most batches to return, their rows spread evenly over the
-      held-out data; None for all.
-    shard_index: which shard (host) this is.
-    shard_count: number of shards.
-
-  Returns:
-    A finite iterator of batches, described at the top of this module.
-
-  Raises:
-    errors.UserError: nothing is held out, or it cannot be read.
+  batches of all shards; the rows of `num_batches` are spread evenly over the
+  data.
   """
-  common.check_request(
-    batch_size, shard_index, shard_count, num_batches=num_batches
-  )
   stream = open_stream(
     config, 'held_out', shard_index=shard_index, shard_count=shard_count
   )
@@ -425,7 +388,6 @@ class Windows:
     self._rows = -(-targets // length) if partial else targets // length
 
   def __len__(self) -> int:
-    """Returns the number of rows."""
     return self._rows
 
   def empty_row(self) -> dict[str, np.ndarray]:
@@ -436,7 +398,6 @@ class Windows:
     return {key: np.zeros(self._length, dtype) for key, dtype in dtypes.items()}
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    """Returns row `index`."""
     if not 0 <= index < self._rows:
       raise IndexError(index)
     start = index * self._length

@@ -5,74 +5,52 @@ Data must already be prepared on disk in a format with random access
 """
 
 from collections.abc import Sequence
-import dataclasses
-import difflib
 import json
 import os
 import pathlib
 import re
 from typing import Any
 
+from mod_jax import config as config_lib
 from mod_jax import errors
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Location:
-  """Where a data set is: the values of config fields, and their names.
+def load(name: str, data_dir: str | None = None, field: str = 'name') -> Any:
+  """Returns the builder of a data set; reads no record.
 
-  Attributes:
-    name: a TFDS name, or the directory of a prepared data set.
-    data_dir: directory of all prepared data sets; None for TFDS's own default.
-    name_field: the config's field for `name`, for messages.
-    data_dir_field: the config's field for `data_dir`, for messages.
-    example: an example of a prepared data set's directory, for messages.
+  The name is one of TFDS, looked up in `data_dir`, or the directory of a
+  prepared data set; messages call it `field`.
   """
-
-  name: str
-  data_dir: str | None = None
-  name_field: str = 'name'
-  data_dir_field: str = 'data_dir'
-  example: str
-
-  def __str__(self) -> str:
-    return f'{self.name_field}={self.name!r}'
-
-
-def load(at: Location) -> Any:
-  """Returns the builder of a data set; reads no record."""
   import tensorflow_datasets as tfds  # Slow, and other data do not need it.
 
-  directory = os.path.expanduser(at.name)
+  at, directory = f'{field}={name!r}', os.path.expanduser(name)
   if os.path.isdir(directory):
     _check_features(at, directory)
     try:
       return tfds.builder_from_directory(directory)
     except (OSError, ValueError):
       raise errors.UserError(
-        f'{at} is a directory without a prepared data set: give the one with '
-        f'dataset_info.json in it, such as {at.example}'
+        f'{at} is a directory without a prepared data set: give the one with'
+        ' dataset_info.json in it, such as …/cars196/2.1.0'
       ) from None
   # 'namespace:name' would use the network; 'name:1.2.3' is a version.
-  if re.match(r'\w+:(?!\d|experimental_latest)', at.name):
+  if re.match(r'\w+:(?!\d|experimental_latest)', name):
     raise errors.UserError(
       f'{at} is a community data set, which TFDS looks up on the network: '
       'prepare it first and give its directory'
     )
-  data_dir = os.path.expanduser(at.data_dir) if at.data_dir else None
+  base = name.split('/')[0].split(':')[0]
+  data_dir = os.path.expanduser(data_dir) if data_dir else None
   if data_dir:
-    base = at.name.split('/')[0].split(':')[0]
     _check_features(at, os.path.join(data_dir, base))
   try:
-    return tfds.builder(at.name, data_dir=data_dir)
+    return tfds.builder(name, data_dir=data_dir)
   except tfds.core.DatasetNotFoundError:
     # Listing community data sets would need the network and TensorFlow.
     names = tfds.list_builders(with_community_datasets=False)
-    base = at.name.split('/')[0].split(':')[0].lower()
-    nearest = difflib.get_close_matches(base, names, n=1, cutoff=0)
     raise errors.UserError(
-      f'{at} is neither known to TFDS (the nearest name is {nearest[0]!r}) nor '
-      f'prepared under {at.data_dir_field}: correct it, or give the directory '
-      'of a prepared data set'
+      f'{at} is neither known to TFDS nor prepared in its directory: correct it'
+      f' or give the directory itself.{config_lib.nearest(base, names)}'
     ) from None
   except Exception as e:
     # TFDS raises many types for a bad config or version in the name. Drop the
@@ -83,7 +61,7 @@ def load(at: Location) -> Any:
     ) from e
 
 
-def _check_features(at: Location, directory: str) -> None:
+def _check_features(at: str, directory: str) -> None:
   """Refuses data sets with features that are neither registered nor of TFDS.
 
   TFDS imports any module that features.json names, and so would run code that
@@ -115,17 +93,16 @@ def _check_features(at: Location, directory: str) -> None:
 
 
 def open_split(
-  at: Location, builder: Any, split: str, *, decoders: Any = None
+  builder: Any, split: str, *, decoders: Any = None
 ) -> Sequence[dict[str, Any]]:
   """Returns the records of a split, with random access."""
-  splits = builder.info.splits
+  splits, at = builder.info.splits, builder.info.full_name
   if not splits:
     raise errors.UserError(
-      f'{at} is not prepared under {str(builder.data_path)!r}: run '
-      '`python -c "import tensorflow_datasets as tfds; tfds.builder('
-      f'{at.name!r}, data_dir={at.data_dir or None!r}, '
-      "file_format='array_record').download_and_prepare()\"` once, or set "
-      f'{at.data_dir_field} to where it stands'
+      f'{at} is not prepared under {str(builder.data_path)!r}: run'
+      f' tfds.builder({builder.name!r},'
+      " file_format='array_record').download_and_prepare() once, or set its"
+      ' directory'
     )
   try:
     return builder.as_data_source(split, decoders=decoders)

@@ -26,9 +26,9 @@ class TfdsImages:
     """Opens a split such as 'train' or 'train[:1%]'; UserError if it cannot."""
     import tensorflow_datasets as tfds  # Slow, and other data do not need it.
 
-    location, builder = _open(name, data_dir)
+    builder = tfds_builder.load(name, data_dir)
     self.class_names = _label_names(builder, name)
-    self._what = f'of split {split!r} of {location}'
+    self._what = f'of split {split!r} of name={name!r}'
     self._version = {'version': builder.info.full_name, 'split': split}
     # Decode no image while reading: `entry` decodes the one that is needed.
     encoded = {
@@ -37,7 +37,7 @@ class TfdsImages:
       if isinstance(feature, tfds.features.Image)
     }
     self._records = tfds_builder.open_split(
-      location, builder, split, decoders=encoded or None
+      builder, split, decoders=encoded or None
     )
     image = self._records[0][_IMAGE]
     if not (
@@ -69,11 +69,7 @@ class TfdsImages:
     return f'record {index}'
 
   def entry(self, index: int) -> tuple[Any, Callable[[], Image.Image], int]:
-    """Returns the image's key, a function that decodes it, and its label.
-
-    Raises:
-      errors.UserError: the label is out of range; unlabelled splits have -1.
-    """
+    """Returns the image's key, a function that decodes it, and its label."""
     record = self._records[index]
     label = self._label(index, record)
     # Of the content, since a record has no time of modification.
@@ -82,6 +78,7 @@ class TfdsImages:
     return key, functools.partial(_to_image, record[_IMAGE], what), label
 
   def _label(self, index: int, record) -> int:
+    # Unlabelled splits have -1.
     label = int(record[_LABEL])
     if not 0 <= label < len(self.class_names):
       raise errors.UserError(
@@ -93,14 +90,7 @@ class TfdsImages:
 
 def class_names(name: str, *, data_dir: str | None = None) -> tuple[str, ...]:
   """Returns the names of a data set's labels; reads no record."""
-  return _label_names(_open(name, data_dir)[1], name)
-
-
-def _open(name: str, data_dir: str | None):
-  location = tfds_builder.Location(
-    name=name, data_dir=data_dir, example='…/cars196/2.1.0'
-  )
-  return location, tfds_builder.load(location)
+  return _label_names(tfds_builder.load(name, data_dir), name)
 
 
 def _to_image(value: Any, what: str) -> Image.Image:

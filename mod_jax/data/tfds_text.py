@@ -36,12 +36,7 @@ def fingerprint(config: text.TextDataConfig, split: str) -> dict[str, Any]:
 
 
 def _open(config, split):
-  location = tfds_builder.Location(
-    name=config.tfds_name,
-    data_dir=config.tfds_dir or None,
-    name_field='tfds_name',
-    data_dir_field='tfds_dir',
-    example='…/lm1b/1.1.0',
+  builder = tfds_builder.load(
+    config.tfds_name, config.tfds_dir or None, 'tfds_name'
   )
-  builder = tfds_builder.load(location)
-  return builder, tfds_builder.open_split(location, builder, split)
+  return builder, tfds_builder.open_split(builder, split)

@@ -159,7 +159,6 @@ class ByteTokenizer(Tokenizer):
   """One token per byte: 256 ids, no special tokens, lossless."""
 
   def __init__(self):
-    """Initializes the tokeniser; it has no settings."""
     super().__init__(
       surfaces=[bytes([i]) for i in range(256)],
       names={},
@@ -303,14 +302,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def make(kind: str, path: str = '') -> Tokenizer:
-  """Returns the tokeniser of a kind; the subword kinds read a file.
+  """Returns the tokeniser of a kind: bytes, sentencepiece or huggingface.
 
-  Args:
-    kind: 'bytes', 'sentencepiece' or 'huggingface'.
-    path: local file of the subword kinds, or the directory that holds it.
-
-  Raises:
-    errors.UserError: the file is missing or is not such a tokeniser.
+  `path` is the local file of the subword kinds, or the directory that holds it.
   """
   if kind == 'bytes':
     return ByteTokenizer()

@@ -1,13 +1,12 @@
 """Detection of objects: sets of classes and boxes."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import errors, flops, trees, viz
+from mod_jax import errors, trees, viz
 from mod_jax.convert import detr as convert_detr
 from mod_jax.data import detection as data_lib
 from mod_jax.data import images as images_lib
@@ -18,18 +17,17 @@ from mod_jax.losses.mean_precision import Boxes
 from mod_jax.losses.sums import Rows
 from mod_jax.pretrained import source as source_lib
 from mod_jax.studies.devices import one_device
-from mod_jax.tasks.modality import ROWS, Modality, table
+from mod_jax.tasks.modality import ROWS
+from mod_jax.tasks.pictures import Pictures
 
 _PICTURED = 4  # Number of held-out pictures that are drawn.
-_NAMED = 10  # Number of classes to list when training starts.
 LEAST_SCORE = 0.5  # Of the boxes that are drawn.
 
 
-class Detection(Modality):
+class Detection(Pictures):
   """Objects of pictures, by a DETR."""
 
-  unit = 'images'
-  row = 'images'
+  reader = data_lib
   columns = ('mAP', 'mAP50', 'loss')
   main = ('loss', 'mAP', 'mAP50')
   rising = ('mAP', 'mAP50', 'ap/.*')
@@ -37,8 +35,7 @@ class Detection(Modality):
   optional = convert_detr.ROUTING
 
   @functools.cached_property
-  def classes(self) -> tuple[str, ...]:
-    """The class names of the data by number, '' for gaps."""
+  def classes(self):
     return data_lib.open_split(self.config.data, 'train').class_names
 
   def check(self):
@@ -56,30 +53,6 @@ class Detection(Modality):
         ' num_queries or lower most.'
       )
 
-  def files(self):
-    return {source_lib.CLASSES: json.dumps(self.classes, indent=1)}
-
-  def train_iterator(self, *, shard_index=0, shard_count=1):
-    return data_lib.train_iterator(
-      self.config.data,
-      batch_size=self.config.train.batch_size // shard_count,
-      seed=self.config.seed,
-      shard_index=shard_index,
-      shard_count=shard_count,
-    )
-
-  def rows_per_epoch(self):
-    return len(data_lib.open_split(self.config.data, 'train'))
-
-  def data_summary(self):
-    held_out = len(data_lib.open_split(self.config.data, 'eval'))
-    classes = [name for name in self.classes if name]
-    shown = ', '.join(classes[:_NAMED]) + ', …' * (len(classes) > _NAMED)
-    return (
-      f'{self.rows_per_epoch():,} images for training, {held_out:,} held out,'
-      f' {len(classes)} classes: {shown}'
-    )
-
   def batch_shapes(self):
     rows, most = self.config.train.batch_size, self.config.data.most
     return {
@@ -91,16 +64,6 @@ class Detection(Modality):
         ('box', (most, 4), 'float32'),
       )
     }
-
-  def eval_batches(self, **kwargs):
-    return data_lib.eval_batches(self.config.data, **kwargs)
-
-  def data_fingerprint(self):
-    return data_lib.fingerprint(self.config.data)
-
-  @property
-  def tokens_per_step(self):
-    return self.config.train.batch_size
 
   def inputs(self, batch, *, train):
     if self.config.data.source == 'scenes':  # There is no padding.
@@ -156,9 +119,6 @@ class Detection(Modality):
       f'ap/{self.classes[v]}': ap_VJ[v].mean() for v in np.flatnonzero(there_V)
     }
 
-  def token_weights(self, batch):
-    return batch['weight'][:, None]
-
   def modes(self, *, more=False):
     return {} if more else {'': Mode()}
 
@@ -184,16 +144,8 @@ class Detection(Modality):
   # Reports.
 
   def summary(self, task, metrics):
-    model = self.config.model
-    costs = [flops.published_macs(model), flops.forward(model)]
-    cells = [f'{cost / 1e9:.4f}' for cost in costs]
-    rows = [('model', '', *cells, f'{flops.num_params(model):,}')]
-    more = ('GMACs', 'GFLOPs', 'parameters')
-    lines = table(metrics, self.columns, rows, more=more, first=8, width=12)
-    lines.append(
-      'mAP: mean average precision over overlaps of .50 to .95; mAP50: at .50.'
-    )
-    return '\n'.join(lines)
+    note = 'mAP: mean average precision over overlaps of .50 to .95; mAP50: at'
+    return f'{super().summary(task, metrics)}\n{note} .50.'
 
   def studies(self, task):
     return {}
@@ -221,13 +173,8 @@ def draw(
 ):
   """Returns pictures of the boxes and, of a routed model, of its tokens.
 
-  Args:
-    model: the config.
-    output: of the model, on the host.
-    shown_BHWC: uint8 padded pictures.
-    size_B2: their sizes without padding.
-    classes: names by number.
-    least: least score of a box.
+  Pictures are padded and uint8, of the sizes `size_B2` without padding; boxes
+  have at least the score `least`.
   """
   found = [
     boxes_of(*x, classes, size, least)

@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import errors, flops, losses, viz
+from mod_jax import errors, losses, viz
 from mod_jax.data import images as images_lib
 from mod_jax.layers import lora
 from mod_jax.layers import stack as stack_lib
@@ -17,28 +16,26 @@ from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses import classification
 from mod_jax.losses.sums import Rows
 from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.pretrained import source as source_lib
 from mod_jax.studies import adaptive as adaptive_studies
 from mod_jax.studies import confusion
 from mod_jax.studies import images as studies
 from mod_jax.studies.devices import one_device
 from mod_jax.tasks import expert_pictures
-from mod_jax.tasks.modality import ROWS, Modality, table
+from mod_jax.tasks.modality import ROWS
+from mod_jax.tasks.pictures import Pictures
 
 _PICTURED = 6  # Number of held-out images in the pictures.
 _LOADED = 512  # About so many images whose compute is drawn.
-_NAMED = 10  # Number of classes to list when training starts.
 
 
 def _number(block: str) -> int:
   return int(block.removeprefix('block_'))
 
 
-class Images(Modality):
+class Images(Pictures):
   """Classification of images into one of several classes."""
 
-  unit = 'images'
-  row = 'images'
+  reader = images_lib
   columns = ('accuracy', 'top5', 'loss')
   main = ('loss', 'accuracy', 'top5')
   rising = ('accuracy', 'mean_recall', 'top5', 'mAP', 'ap/.*')
@@ -55,8 +52,7 @@ class Images(Modality):
       self.columns, self.main = ('mAP', 'loss'), ('loss', 'mAP')
 
   @functools.cached_property
-  def classes(self) -> tuple[str, ...]:
-    """The class names of the data, looked up on first use."""
+  def classes(self):
     return images_lib.class_names(self.config.data)
 
   def check(self):
@@ -69,36 +65,14 @@ class Images(Modality):
         f' {field}={count}.'
       )
 
-  def files(self):
-    # The training images may be missing where the model is used later.
-    return {source_lib.CLASSES: json.dumps(self.classes, indent=1)}
-
-  def train_iterator(self, *, shard_index=0, shard_count=1):
-    return images_lib.train_iterator(
-      self.config.data,
-      batch_size=self.config.train.batch_size // shard_count,
-      seed=self.config.seed,
-      shard_index=shard_index,
-      shard_count=shard_count,
-    )
-
-  def rows_per_epoch(self):
-    return images_lib.num_examples(self.config.data)
-
   def data_summary(self):
-    held_out = images_lib.num_examples(self.config.data, 'eval')
-    classes = self.classes
-    shown = ', '.join(classes[:_NAMED]) + ', …' * (len(classes) > _NAMED)
-    summary = (
-      f'{self.rows_per_epoch():,} images for training, {held_out:,} held out,'
-      f' {len(classes)} classes: {shown}'
-    )
+    summary = super().data_summary()
     weight_V = self._class_weight_V
     if weight_V is not None:
       least, most = weight_V.argmin(), weight_V.argmax()
       summary += (
-        f'; they weigh {weight_V[least]:.3g} ({classes[least]}) to'
-        f' {weight_V[most]:.3g} ({classes[most]})'
+        f'; they weigh {weight_V[least]:.3g} ({self.classes[least]}) to'
+        f' {weight_V[most]:.3g} ({self.classes[most]})'
       )
     if self.config.data.sampling == 'balanced':
       summary += '; each is drawn equally often'
@@ -111,16 +85,6 @@ class Images(Modality):
       'target': (rows, self.config.model.num_classes),
     }
     return {k: jax.ShapeDtypeStruct(v, 'float32') for k, v in shapes.items()}
-
-  def eval_batches(self, **kwargs):
-    return images_lib.eval_batches(self.config.data, **kwargs)
-
-  def data_fingerprint(self):
-    return images_lib.fingerprint(self.config.data)
-
-  @property
-  def tokens_per_step(self):
-    return self.config.train.batch_size
 
   def inputs(self, batch, *, train):
     return (batch['image'],), {}
@@ -186,9 +150,6 @@ class Images(Modality):
       'mean_recall': np.nanmean(classification.precision_recall(matrix_VV)[1])
     }
 
-  def token_weights(self, batch):
-    return batch['weight'][:, None]
-
   def modes(self, *, more=False):
     """Returns the plain mode, and for routed models one that skips blocks.
 
@@ -204,24 +165,6 @@ class Images(Modality):
     return modes
 
   # Reports.
-
-  def summary(self, task, metrics):
-    columns = [c for c in self.columns if c in metrics]
-    model = self.config.model
-    costs = [flops.published_macs(model), flops.forward(model)]
-    cells = [f'{cost / 1e9:.4f}' for cost in costs]
-    rows = [('model', '', *cells, f'{flops.num_params(model):,}')]
-    if 'never/loss' in metrics:
-      rows.append(('never', 'never/'))
-    more = ('GMACs', 'GFLOPs', 'parameters')
-    lines = table(metrics, columns, rows, more=more, first=8, width=12)
-    lines.append(
-      'GMACs: what published tables call GFLOPs; a multiply-add counts once,'
-      ' and norms count too.'
-    )
-    if 'never/loss' in metrics:
-      lines.append('never: routed blocks left out, the trivial baseline.')
-    return '\n'.join(lines)
 
   def curves(self, records):
     what = 'mAP' if self.multi_label else 'accuracy'

@@ -14,7 +14,6 @@ from mod_jax.layers import lora
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses import sums
-from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sampling import Generated, generate, pad_prompts
 from mod_jax.studies import language as studies
 from mod_jax.studies.conversion import conversion
@@ -56,13 +55,7 @@ class Language(Modality):
     if not data.learns_tokenizer:
       return data
     # Weights to start from need the tokenizer of their own run.
-    directories = (self._workdir, self.config.init)
-    candidates = (
-      workdir_lib.expand(p) / _TOKENIZER for p in directories if p is not None
-    )
-    path = next((path for path in candidates if path.is_file()), None)
-    if path is None:
-      path = text.learn_tokenizer(data)
+    path = self.kept(_TOKENIZER, self._workdir) or text.learn_tokenizer(data)
     return dataclasses.replace(
       data, tokenizer='huggingface', tokenizer_path=str(path)
     )

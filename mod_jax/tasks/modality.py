@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable, Mapping
 import typing
 from typing import Any
 
+from etils import epath
 import numpy as np
 
 from mod_jax import viz
 from mod_jax.layers.mode import Mode
 from mod_jax.losses.sums import MetricSums, Pair
 from mod_jax.models import protocol
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import warm_start
 from mod_jax.train.task import Data, Study
 
@@ -44,6 +46,16 @@ class Modality(Data):
   def __init__(self, config):
     """Keeps the config; reads no data."""
     self.config = config
+
+  def kept(self, name: str, workdir) -> epath.Path | None:
+    """Returns a file of the run in a directory, or else of that at `init`.
+
+    None if neither has it. What was made of the training data lies there, since
+    these may have changed.
+    """
+    directories = filter(None, (workdir, self.config.init))
+    files = (workdir_lib.expand(path) / name for path in directories)
+    return next((file for file in files if file.is_file()), None)
 
   @abc.abstractmethod
   def rows_per_epoch(self) -> int:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,7 +17,6 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses.sums import Rows
 from mod_jax.pretrained import source as source_lib
-from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sampling import transcripts
 from mod_jax.studies import speech as studies
 from mod_jax.studies.devices import one_device
@@ -50,15 +50,10 @@ class Speech(Modality):
   @functools.cached_property
   def vocabulary(self) -> Characters:
     """The vocabulary of the data, read or made on first use."""
-    if not self.config.data.vocabulary:
-      directories = (self._workdir, self.config.init)
-      for path in directories:
-        if path is None:
-          continue
-        file = workdir_lib.expand(path) / characters.VOCABULARY
-        if file.is_file():
-          return Characters.read(file)
-    return audio.make_vocabulary(self.config.data)
+    file = self.kept(characters.VOCABULARY, self._workdir)
+    if file is None or self.config.data.vocabulary:
+      return audio.make_vocabulary(self.config.data)
+    return Characters.read(file)
 
   # A task lives as long as the process, so that keeping it does no harm.
   @functools.cache  # noqa: B019
@@ -77,7 +72,7 @@ class Speech(Modality):
     return {characters.VOCABULARY: self.vocabulary.to_json()}
 
   def train_iterator(self, *, shard_index=0, shard_count=1):
-    return audio.TrainBatches(
+    return audio.train_iterator(
       self._recordings('train'),
       self._frames,
       batch_size=self.config.train.batch_size // shard_count,
@@ -95,6 +90,23 @@ class Speech(Modality):
       f'{counts[0]:,} recordings for training, {counts[1]:,} held out,'
       f' {len(self.vocabulary)} characters'
     )
+
+  def batch_shapes(self):
+    """Of the longest bucket, and of as many characters as it has frames.
+
+    Batches may be smaller, but not larger: longer transcripts are infeasible.
+    """
+    rows, (length,) = self.config.train.batch_size, self.length
+    return {
+      name: jax.ShapeDtypeStruct((rows, *shape), dtype)
+      for name, shape, dtype in (
+        ('wave', (self.config.data.samples[-1],), 'float32'),
+        ('valid', (length,), 'bool'),
+        ('labels', (length,), 'int32'),
+        ('count', (), 'int32'),
+        ('masked', (length,), 'bool'),
+      )
+    }
 
   def eval_batches(self, **kwargs):
     return audio.eval_batches(self._recordings('eval'), self._frames, **kwargs)

@@ -9,8 +9,7 @@ functions is first asked for, since matplotlib takes long to import.
 import importlib
 
 _NAMES = {
-  'bars': 'attention_ranks compute_histogram error_by_learners loss_effects'
-  ' score_histogram',
+  'bars': 'attention_ranks compute_histogram error_by_learners score_histogram',
   'confusion': 'confusion_matrix worst_pictures',
   'detection': 'boxes',
   'curves': 'compared_curves corruption_curves expert_curves loss_curves',

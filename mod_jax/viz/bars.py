@@ -4,7 +4,7 @@ Shapes: R blocks, numbered from 0 by `layers`; B images or sequences; K = N + 1
 numbers of learners from 0 to N; T tokens. Shares are from 0 to 1.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -20,12 +20,6 @@ _THRESHOLD = {'color': style.RULES['threshold'].color, 'lw': 1.5, 'ls': '--'}
 _BUDGET = {'color': '#D55E00', 'lw': 1.8, 'ls': '--', 'label': 'budget'}
 _MEAN = {'color': style.CHOSEN, 'lw': 1.8, 'label': 'mean'}
 _MOST_COLUMNS = 1000
-_EFFECTS = (
-  ('accuracy', 'Accuracy', '#0072B2'),
-  ('load_mean', 'Mean compute', '#E69F00'),
-  ('load_std', 'Spread over images', '#009E73'),
-  ('token_std', 'Spread over tokens', '#CC79A7'),
-)
 
 
 def score_histogram(
@@ -199,37 +193,6 @@ def error_by_learners(distance_KT, *, title: str, module: str) -> Figure:
   return body.get_figure(root=True)
 
 
-def loss_effects(
-  rows: Iterable[Mapping], *, title: str = 'What each loss does'
-) -> Figure:
-  """Draws what each auxiliary loss does: a panel per number, a bar per row.
-
-  A row is a training run: its `name`, `accuracy`, `load_mean`, the mean share
-  of the compute, and its standard deviations over images, `load_std`, and over
-  tokens, `token_std`.
-  """
-  rows = list(rows)
-  names = [style.shortened(row['name']) for row in rows]
-  body, panels = style.panels(
-    title,
-    'Compute is a share of all learners. The spreads are standard deviations:'
-    ' of the mean over an image, and of single tokens.',
-    len(_EFFECTS),
-    lines=2 * len(rows),
-    beside=max(map(len, names)),
-    sharey=True,
-  )
-  for axes, (name, heading, color) in zip(panels, _EFFECTS, strict=True):
-    axes.set_label(name)
-    values = [row[name] for row in rows]
-    _draw_bars(axes, values, [f'{value:.1%}' for value in values], color)
-    axes.xaxis.set_major_formatter(style.percent)
-    axes.tick_params(axis='y', length=0, labelcolor=style.INK)
-    style.heading(axes, heading)
-  panels[0].set_yticks(range(len(rows)), names)
-  return body.get_figure(root=True)
-
-
 def attention_ranks(
   shares: Sequence[float],
   *,
@@ -277,9 +240,9 @@ def _sorted_errors(distance_KT) -> np.ndarray:
   return error_KT[:, order_T]
 
 
-def _draw_bars(axes, values, texts, color=style.CHOSEN):
+def _draw_bars(axes, values, texts):
   """Draws horizontal bars from 0, the first at the top, and their numbers."""
-  bars = axes.barh(range(len(values)), values, height=0.68, color=color)
+  bars = axes.barh(range(len(values)), values, height=0.68, color=style.CHOSEN)
   look = {'fontsize': 7.5, 'color': style.INK, 'gid': 'value'}
   axes.bar_label(bars, texts, padding=3, **look)
   # A third of the panel for the number beside the longest bar.

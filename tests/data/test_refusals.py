@@ -44,7 +44,7 @@ FIELDS = [
   (ImageDataConfig, {'path': 'a'}, "path='a' is read only .*'folder'.* drop"),
   (ImageDataConfig, {'name': 'a'}, "name='a' is read only .*'tfds'.* drop"),
   (ImageDataConfig, {'data_dir': 'a'}, "data_dir='a' is read only .* drop"),
-  (ImageDataConfig, {'cache_dir': 'a'}, "cache_dir='a' is read only .* drop"),
+  (ImageDataConfig, {'cache_dir': 'a'}, "cache_dir='a', cache='memory'"),
   (ImageDataConfig, {'crop_fraction': 11.0}, 'crop_fraction=11.0: expected'),
   (ImageDataConfig, {'eval_fraction': 1.0}, 'eval_fraction=1.0: expected'),
   (ImageDataConfig, {'unreadable': 'no'}, 'unreadable.*refuse.*skip'),
@@ -53,10 +53,10 @@ FIELDS = [
   (ImageDataConfig, {'cache': 'ram'}, 'cache.*memory.*disk'),
   (TextDataConfig, {'length': 1}, 'length=1: expected'),
   (TextDataConfig, {'length': 2.5}, 'length.*integer'),
-  (TextDataConfig, {'prefetch': 2, 'read_threads': 3}, 'prefetch=2: expected'),
+  (TextDataConfig, {'prefetch': 2, 'read_threads': 3}, 'prefetch=2, read_th'),
   (TextDataConfig, {'source': 'web'}, 'source.*stdlib.*files'),
-  (TextDataConfig, {'source': 'files'}, "source='files' needs files"),
-  (TextDataConfig, {'source': 'huggingface'}, 'needs files, a glob'),
+  (TextDataConfig, {'source': 'files'}, "source='files', files=''"),
+  (TextDataConfig, {'source': 'huggingface'}, 'expected files, a glob'),
   (TextDataConfig, {'source': 'tfds', 'tfds_name': ''}, 'needs tfds_name'),
   (TextDataConfig, {'source': 'prepared'}, 'needs path'),
   (TextDataConfig, {'files': 'a'}, "files='a' is read only .* drop files"),
@@ -65,11 +65,11 @@ FIELDS = [
   (
     TextDataConfig,
     PREPARED | {'tokenizer': 'huggingface', 'tokenizer_path': 'm'},
-    "tokenizer_path='m' and source='prepared'.*: drop tokenizer_path",
+    "tokenizer_path='m'.*source='prepared'.* drop tokenizer_path",
   ),
-  (TextDataConfig, {'tokenizer_path': 'm'}, "='m' is not read by.* drop it"),
-  (TextDataConfig, {'tokenizer': 'huggingface'}, 'needs tokenizer_path'),
-  (TextDataConfig, TABLES | {'tokenizer': 'bpe'}, "'bpe'.*: give a tokenizer"),
+  (TextDataConfig, {'tokenizer_path': 'm'}, "='m', tokenizer='bytes'.* drop"),
+  (TextDataConfig, {'tokenizer': 'huggingface'}, "tokenizer_path=''"),
+  (TextDataConfig, TABLES | {'tokenizer': 'bpe'}, "'bpe'.*a tokenizer file"),
   (
     TextDataConfig,
     FILES | {'tokenizer': 'bpe', 'tokenizer_vocab_size': 257},
@@ -107,12 +107,12 @@ def texts(tmp_path_factory):
   return root
 
 
-def read_text(batch_size=1, seed=0, evaluate=False, num_batches=None, **fields):
+def read_text(batch_size=1, evaluate=False, **fields):
   config = TextDataConfig(source='files', **fields)
   if evaluate:
-    text.eval_batches(config, batch_size=batch_size, num_batches=num_batches)
+    text.eval_batches(config, batch_size=batch_size)
   else:
-    next(text.train_iterator(config, batch_size=batch_size, seed=seed))
+    next(text.train_iterator(config, batch_size=batch_size, seed=0))
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,10 @@ def read_text(batch_size=1, seed=0, evaluate=False, num_batches=None, **fields):
     ({'files': 'eval/*'}, 'also held out .*: give eval_files other'),
     ({'length': 500}, '0 rows of length=500, .*: add text or lower'),
     ({'batch_size': 99}, 'fewer than the 99 of one batch'),
-    ({'batch_size': 0}, 'batch_size=0: expected'),
-    ({'seed': -1}, 'seed=-1: expected'),
     (
       {'evaluate': True, 'eval_files': 'tiny.md'},
       '1 tokens, too few.*hold out',
     ),
-    ({'evaluate': True, 'num_batches': 0}, 'num_batches=0: expected'),
     (
       {'evaluate': True, 'files': 'tiny.md', 'eval_files': ''},
       'no file is held out.*: set eval_files',
@@ -209,7 +206,7 @@ def test_a_tokenizer_with_a_huge_id(tmp_path):
   ('fields', 'message'),
   [
     # Names are told apart by the code that does it for pictures, too.
-    ({'tfds_name': 'lm1bb'}, "'lm1bb' is neither.*nearest name is 'lm1b'"),
+    ({'tfds_name': 'lm1bb'}, "'lm1bb' is neither.*Did you mean 'lm1b'"),
     ({'tfds_split': 'nope'}, "'nope' of.*choose from blank, test, train"),
     ({'tfds_text_key': 'body'}, "'body' is not in.*have n, text"),
     ({'tfds_text_key': 'n'}, 'not text'),
@@ -359,7 +356,7 @@ def test_batches_of_pictures(folder, monkeypatch, fields, batch_size, message):
 @pytest.mark.parametrize(
   ('name', 'fields', 'message'),
   [
-    ('cars_196', {}, "neither.*nearest name is 'cars196'"),
+    ('cars_196', {}, "neither.*Did you mean 'cars196'"),
     ('oxford_flowers102', {}, 'not prepared.*download_and_prepare'),
     ('.', {}, 'directory without a prepared data set'),
     ('oxford_iiit_pet:9.9.9', {}, 'cannot be loaded'),

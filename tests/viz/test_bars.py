@@ -102,27 +102,6 @@ class TestErrorByLearners:
     assert (np.diff(shown_KT[1]) >= 0).all()
 
 
-def test_loss_effects_are_a_bar_per_row_and_a_panel_per_number(seen):
-  keys = ['accuracy', 'load_mean', 'load_std', 'token_std']
-  rows = [
-    {'name': name, **dict(zip(keys, values, strict=True))}
-    for name, values in (
-      ('budget only', [0.93, 0.402, 0.004, 0]),
-      ('all three', [0.93, 0.402, 0.05, 0.21]),
-    )
-  ]
-  figure = viz.loss_effects(iter(rows))
-  assert [axes.get_label() for axes in figure.axes] == keys
-  for axes, key in zip(figure.axes, keys, strict=True):
-    values = [row[key] for row in rows]
-    assert [bar.get_width() for bar in axes.patches] == values
-    # The first row is on top, and bars start at 0.
-    assert axes.get_ylim()[0] > axes.get_ylim()[1]
-    assert axes.get_xlim()[0] == 0
-    assert seen.texts(axes, 'value') == [f'{value:.1%}' for value in values]
-  assert seen.ticks(figure.axes[0].yaxis) == ['budget only', 'all three']
-
-
 class TestScoreHistogram:
   def histogram(self, axes):
     """Returns the area of chosen and passed bars, in tokens."""

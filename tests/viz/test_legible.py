@@ -16,7 +16,6 @@ pytestmark = [
 ODD = '$a$ 漢\x00\n🙂 and a long text that must be wrapped or cut somewhere'
 TITLE = 'At $5 and $6, ' + 'the title is long ' * 20
 CURVE = {'adaptive': [0.9, 0.5], 'dense': [0.8, 0.4], 'load': [0.4, 0.5]}
-EFFECT = dict.fromkeys(('accuracy', 'load_mean', 'load_std', 'token_std'), 0.4)
 CORRELATION = {
   'pearson': 0.5,
   'pearson_p': 1e-7,
@@ -265,12 +264,6 @@ DRAWN = {
   ),
   'errors': lambda rng: errors(rng.random((9, 99))),
   'huge errors': lambda _: errors([[1, 1e-300], [0.5, 1e300]]),
-  'effects': lambda _: viz.loss_effects(
-    [{'name': n, **EFFECT} for n in ('short', ODD, 'W' * 60)]
-  ),
-  'no effect': lambda _: viz.loss_effects(
-    [{'name': 'x', **dict.fromkeys(EFFECT, 0)}] * 12
-  ),
   'curves': lambda _: curves(list(viz.RULES)[:4]),
   'seeds': lambda _: seeds(),
   'robustness': lambda _: viz.corruption_curves(

@@ -1,0 +1,84 @@
+"""What classification and detection share."""
+
+import abc
+import json
+import types
+
+from mod_jax import flops
+from mod_jax.pretrained import source as source_lib
+from mod_jax.tasks.modality import Modality, table
+
+_NAMED = 10  # Number of classes to list when training starts.
+
+
+class Pictures(Modality):
+  """Pictures of named classes.
+
+  Attributes:
+    reader: the module of `data` that makes batches of them.
+  """
+
+  unit = 'images'
+  row = 'images'
+  reader: types.ModuleType
+
+  @property
+  @abc.abstractmethod
+  def classes(self) -> tuple[str, ...]:
+    """The class names of the data, looked up on first use; '' for gaps."""
+
+  def files(self):
+    # The training images may be missing where the model is used later.
+    return {source_lib.CLASSES: json.dumps(self.classes, indent=1)}
+
+  def train_iterator(self, *, shard_index=0, shard_count=1):
+    return self.reader.train_iterator(
+      self.config.data,
+      batch_size=self.config.train.batch_size // shard_count,
+      seed=self.config.seed,
+      shard_index=shard_index,
+      shard_count=shard_count,
+    )
+
+  def eval_batches(self, **kwargs):
+    return self.reader.eval_batches(self.config.data, **kwargs)
+
+  def data_fingerprint(self):
+    return self.reader.fingerprint(self.config.data)
+
+  def rows_per_epoch(self):
+    return self.reader.num_examples(self.config.data)
+
+  def data_summary(self):
+    held_out = self.reader.num_examples(self.config.data, 'eval')
+    classes = [name for name in self.classes if name]
+    shown = ', '.join(classes[:_NAMED]) + ', …' * (len(classes) > _NAMED)
+    return (
+      f'{self.rows_per_epoch():,} images for training, {held_out:,} held out,'
+      f' {len(classes)} classes: {shown}'
+    )
+
+  @property
+  def tokens_per_step(self):
+    return self.config.train.batch_size
+
+  def token_weights(self, batch):
+    return batch['weight'][:, None]
+
+  def summary(self, task, metrics):
+    model = self.config.model
+    costs = [flops.published_macs(model), flops.forward(model)]
+    cells = [f'{cost / 1e9:.4f}' for cost in costs]
+    rows = [('model', '', *cells, f'{flops.num_params(model):,}')]
+    if 'never/loss' in metrics:
+      rows.append(('never', 'never/'))
+    columns = [c for c in self.columns if c in metrics]
+    more = ('GMACs', 'GFLOPs', 'parameters')
+    lines = table(metrics, columns, rows, more=more, first=8, width=12)
+    lines.append(
+      'GMACs: what published tables call GFLOPs; a multiply-add counts once,'
+      ' and norms count too.'
+    )
+    if 'never/loss' in metrics:
+      lines.append('never: routed blocks left out, the trivial baseline.')
+    return '\n'.join(lines)
