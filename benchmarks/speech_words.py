@@ -19,14 +19,12 @@ import sys
 
 from absl import app, flags
 import machine
+import speech_runs
 import study
 import study_tables
 
-import mod_jax
 from mod_jax import config as config_lib
-from mod_jax import flops, viz
-from mod_jax.studies import speech as studies
-from mod_jax.tasks import make_task
+from mod_jax import viz
 from mod_jax.tasks.experiment import ExperimentConfig
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
@@ -41,61 +39,12 @@ def planned(seed: int) -> dict[str, ExperimentConfig]:
   """Returns the runs of a seed, each after the one that it starts from."""
   root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
   words = config_lib.load(root / 'speech/words.py')
-  dense, acm = ('tiny', 'acm_tiny') if _TINY.value else ('', 'acm')
-  common = {'seed': seed, 'log.tensorboard': False, 'evaluation.every': 0}
-
-  def run(variant, init=None, **objective):
-    changes = {f'objective.{name}': x for name, x in objective.items()}
-    if init:
-      path = study.workdir(_WORKDIR.value, f'{init}/{seed}').absolute()
-      changes['init'] = str(path)
-    return config_lib.replace(words.get_config(variant), {**common, **changes})
-
-  runs = {
-    'dense': run(dense),
-    'learners': run(acm, 'dense', phase='learners'),
-    'gates': run(acm, 'learners', phase='gates'),
-  }
-  for budget in BUDGETS:
-    runs[f'adaptive, β = {budget}'] = run(
-      acm, 'gates', phase='end_to_end', budget=budget
-    )
-  for k in COUNTS:
-    runs[f'static, k = {k}'] = run(
-      *(acm, 'learners'),
-      **{'phase': 'end_to_end', 'static_learners': k, 'gates.num_steps': 0},
-    )
-  names = {name: f'{name}/{seed}' for name in runs}
-  return {
-    names[name]: config_lib.replace(config, {'name': names[name]})
-    for name, config in runs.items()
-  }
-
-
-def tell(config: ExperimentConfig, metrics: dict) -> dict:
-  """Returns the result of a run."""
-  task, prefix, told = make_task(config), '', {}
-  if config.objective is None:
-    macs = flops.published_macs(config.model, *task.modality.length)
-  elif 'load' in metrics:
-    macs = task.macs(metrics['load'])
-    trained = mod_jax.load(study.workdir(_WORKDIR.value, config.name))
-    params, state = trained.variables['params'], {}
-    found = studies.silence(trained.task, params, state, None).metrics
-    names = ('load', 'load_std', 'token_std', 'budget_error')
-    told |= {
-      **{name: metrics[name] for name in names},
-      **{name: part['learners'] for name, part in found.items()},
-    }
-  else:
-    # Learners alone: all of them.
-    k = config.objective.static_learners or task.num_learners
-    macs, prefix = task.macs(learners=k), f'k{k}/'
-  return {
-    **{name: metrics[prefix + name] for name in ('wer', 'cer', 'loss')},
-    'gmacs_per_second': macs / 1e9 / config.data.buckets[-1],
-    **told,
-  }
+  names = ('tiny', 'acm_tiny') if _TINY.value else ('', 'acm')
+  return speech_runs.planned(
+    *(seed, *map(words.get_config, names), _WORKDIR.value),
+    budgets=BUDGETS,
+    counts=COUNTS,
+  )
 
 
 def result_path(suffix: str) -> pathlib.Path:
@@ -130,7 +79,7 @@ def main(_):
     for seed in map(int, _SEEDS.value):
       study.train_all(
         *(planned(seed), _RUNS.value, _WORKDIR.value),
-        *(result_path('.jsonl'), tell),
+        *(result_path('.jsonl'), speech_runs.tell(_WORKDIR.value)),
       )
   found = study.read(result_path('.jsonl'))
   if not found:

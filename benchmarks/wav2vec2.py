@@ -107,7 +107,7 @@ def main(_):
       }
       if _TORCH.value:
         functions['torch'] = lambda batch=batch: torch(batch)
-      seconds = timing.interleaved(functions, rounds=_ROUNDS.value, warmup=2)
+      seconds = timing.interleaved(functions, rounds=_ROUNDS.value)
       found = results['by_batch'][batch] = {
         'median_seconds': timing.medians(seconds),
         **results_lib.over_dense(seconds, costs),

@@ -481,6 +481,28 @@ def lora():
 
 
 @table
+def wav2vec2():
+  """Forward passes of recognisers, and their time over others'."""
+  found = measured('wav2vec2')
+  rows = []
+  for batch, timed in found['by_batch'].items():
+    seconds, adaptive = timed['median_seconds'], timed['adaptive']
+    dense = timed['dense_over_torch']
+    rows.append(
+      [
+        batch,
+        *(f'{seconds[name]:.2f}' for name in ('dense', 'torch', 'adaptive')),
+        f'{dense["ratio"]:.2f} ({between(*dense["quartiles"], 2)})',
+        f'{adaptive["time_ratio"]:.2f} ({between(*adaptive["quartiles"], 2)})',
+        f'{adaptive["flop_ratio"]:.2f}',
+      ]
+    )
+  header = ['recordings', 'dense, s', 'PyTorch, s', 'adaptive, s']
+  header += ['dense over PyTorch', 'adaptive over dense', 'their FLOPs']
+  return markdown(header, rows)
+
+
+@table
 def serve_step():
   """The engine's step where a request asks for more, over plain requests."""
   over = measured('serve_step')['over_plain']

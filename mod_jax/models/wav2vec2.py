@@ -229,14 +229,7 @@ class Wav2Vec2(nn.Module):
     if by_layer:
       self.conv_norm = [norm() for _ in config.conv_dims]
     else:
-      channel_norm = nn.GroupNorm(
-        num_groups=None,
-        group_size=1,
-        epsilon=config.norm_epsilon,
-        dtype=config.dtype,
-        use_fast_variance=False,
-      )
-      self.conv_norm = [channel_norm]
+      self.conv_norm = [_ChannelNorm(config.norm_epsilon)]
     self.feature_norm = norm()
     self.project = dense.Linear(
       (config.width,), ('replicated', 'embed'), bias=True, dtype=config.dtype
@@ -283,8 +276,12 @@ class Wav2Vec2(nn.Module):
     x_BLC = wave_BT[..., None].astype(config.dtype)
     for i, conv in enumerate(self.conv):
       x_BLC = conv(x_BLC)
-      if i < len(self.conv_norm):
+      if config.variant == 'layer':
         x_BLC = self.conv_norm[i](x_BLC)
+      elif not i:
+        kernel_KC = conv.variables['params']['kernel'][:, 0]
+        stride = config.conv_strides[0]
+        x_BLC = self.conv_norm[0](x_BLC, wave_BT, kernel_KC, stride)
       x_BLC = nn.gelu(x_BLC, approximate=False)
     x_BLD = self.project(self.feature_norm(x_BLC))
     if masked_BL is not None:
@@ -302,6 +299,38 @@ class Wav2Vec2(nn.Module):
     if config.variant == 'layer':
       x_BLD = self.norm(x_BLD)
     return Wav2Vec2Output(self.head(x_BLD), x_BLD, output.aux)
+
+
+class _ChannelNorm(nn.Module):
+  """Norm of each channel over time, of the convolution of a waveform.
+
+  Its output is much larger than the waveform, and linear in windows of it: mean
+  and variance follow from those of the windows, without another pass over it.
+  """
+
+  epsilon: float
+
+  @nn.compact
+  def __call__(self, x_BLC, wave_BT, kernel_KC, stride):
+    """Returns the normed x_BLC, the convolution of wave_BT without a bias."""
+    (length, channels), taps = x_BLC.shape[1:], len(kernel_KC)
+    scale_C = self.param('scale', nn.initializers.ones, (channels,))
+    bias_C = self.param('bias', nn.initializers.zeros, (channels,))
+    wave_BT, kernel_KC = (a.astype(jnp.float32) for a in (wave_BT, kernel_KC))
+    last = (length - 1) * stride + 1
+    window_BKL = jnp.stack(
+      [wave_BT[:, k : k + last : stride] for k in range(taps)], axis=1
+    )
+    mean_BK = window_BKL.mean(axis=-1)
+    window_BKL -= mean_BK[..., None]
+    covariance_BKJ = jnp.einsum('BKL,BJL->BKJ', window_BKL, window_BKL) / length
+    variance_BC = jnp.einsum(
+      'BKJ,KC,JC->BC', covariance_BKJ, kernel_KC, kernel_KC
+    )
+    factor_BC = scale_C * jax.lax.rsqrt(variance_BC + self.epsilon)
+    shift_BC = bias_C - mean_BK @ kernel_KC * factor_BC
+    y_BLC = x_BLC * factor_BC[:, None] + shift_BC[:, None]
+    return y_BLC.astype(x_BLC.dtype)
 
 
 def _token_info(x_BLD, valid_BL) -> TokenInfo:

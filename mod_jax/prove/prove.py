@@ -27,7 +27,8 @@ from mod_jax.errors import UserError
 from mod_jax.prove import hlo, slices
 from mod_jax.runs.run_config import fitted
 from mod_jax.sweeps import manifest, tables
-from mod_jax.tasks import make_task
+from mod_jax.tasks import make_task, phases
+from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
 from mod_jax.train import state as state_lib
@@ -108,17 +109,14 @@ class Proof:
 
 
 def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
-  """Checks a run's mesh on a slice, and sizes its state, without compiling.
-
-  Raises:
-    UserError: the mesh does not divide the slice, the batch or the parameters;
-      or the run's kind of training is not supported.
-  """
+  """Checks a run's mesh on a slice, and sizes its state, without compiling."""
   task = make_task(config)
-  if type(task) is not Plain:
+  adapted = isinstance(task, Adaptive) and task.objective.phase == 'end_to_end'
+  if type(task) is not Plain and not adapted:
     raise UserError(
-      f'{config.name}: pruned and adaptive models, which need a teacher or'
-      ' several phases, are not compiled ahead; take a dense or routed one.'
+      f'{config.name}: steps with a teacher, as of pruned models and of the'
+      ' first two phases of adaptive ones, are not compiled ahead; take a'
+      ' dense or routed model, or the phase end_to_end.'
     )
   sizes = config.mesh.sizes(topology.num_chips)
   mesh = jax.sharding.AbstractMesh(sizes, parallel.MESH_AXES)
@@ -148,13 +146,8 @@ def prove(
 ) -> Proof:
   """Compiles a run's training step for a slice, and analyses the program.
 
-  Args:
-    config: the run; its mesh must suit the slice.
-    topology: the slice.
-    cache: directory with the proofs of earlier calls; None for no cache.
-
-  Raises:
-    UserError: as `check`; or libtpu is missing.
+  The run's mesh must suit the slice. Earlier proofs are in the directory
+  `cache`.
   """
   path = None
   if cache is not None:
@@ -179,9 +172,6 @@ def smallest(
   The slices are in ascending order, and the run's mesh is adapted to each by
   `fitted`. If it fits on none, the proof is that for the largest slice that the
   mesh can be adapted to.
-
-  Raises:
-    UserError: the run cannot be divided over any of the slices.
   """
   proof, refusal = None, None
   for topology in topologies:
@@ -228,21 +218,13 @@ def run(
 
   `WORKDIR/prove.csv`, with a line per run and slice, is rewritten after each.
   Proofs are cached in `WORKDIR/prove`, so an interrupted call can be repeated,
-  and runs that differ only in their seeds are compiled once.
-
-  Args:
-    runs: names and configs; their meshes are adapted by `fitted`.
-    topologies: names of slices; a kind of chip alone stands for the smallest
-      slice that a run fits on.
-    workdir: directory of the sweep.
-
-  Returns:
-    The lines, by column: all runs on the first slice, then on the next.
-
-  Raises:
-    UserError: a slice is unknown, or a run does not divide over one, both
-      before anything is compiled; or, at the end, some runs do not fit.
+  and runs that differ only in their seeds are compiled once. Of a run's phases
+  the last counts. Meshes are adapted by `fitted`, and a kind of chip alone
+  stands for the smallest slice that a run fits on. Runs that do not divide over
+  a slice are refused before anything is compiled, and those that do not fit at
+  the end.
   """
+  runs = [(name, phases.last(config)) for name, config in runs]
   pairs = list(itertools.product(map(slices.parse, topologies), runs))
   for candidates, (_, config) in pairs:
     if len(candidates) == 1:
@@ -279,7 +261,7 @@ def _row(config, candidates, cache) -> dict:
   }
   model, dense = config.model.dense_twin(), None
   if model != config.model:
-    twin = dataclasses.replace(config, model=model)
+    twin = dataclasses.replace(config, model=model, objective=None)
     dense = smallest(twin, slices.parse(proof.topology), cache)
   row['dense_fits'] = dense.fits if dense else ''
   for name in ('products', 'again', 'sent', 'step_seconds'):
@@ -323,7 +305,7 @@ def _memory(row: Mapping) -> str:
 
 
 def report(config: ExperimentConfig, topology: str, cache=None) -> str:
-  """Returns the proof of a run on a slice as text.
+  """Returns the proof of a run, or of its last phase, on a slice as text.
 
   Args:
     config: the run. Its mesh must suit the slice.
@@ -334,7 +316,7 @@ def report(config: ExperimentConfig, topology: str, cache=None) -> str:
   Raises:
     UserError: as `prove` and `smallest`.
   """
-  candidates = slices.parse(topology)
+  config, candidates = phases.last(config), slices.parse(topology)
   if len(candidates) == 1:
     proof = prove(config, candidates[0], cache)
   else:

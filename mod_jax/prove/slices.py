@@ -87,11 +87,7 @@ class Slice:
       )
 
   def devices(self) -> list[jax.Device]:
-    """Returns the slice's chips as devices to compile for.
-
-    Raises:
-      UserError: libtpu is not installed, or knows no such slice.
-    """
+    """Returns the slice's chips as devices to compile for."""
     self.check_compiler()
     # Set here and not globally: they only matter to libtpu.
     os.environ['TPU_SKIP_MDS_QUERY'] = '1'
@@ -127,14 +123,7 @@ class Slice:
 
 
 def parse(topology: str) -> list[Slice]:
-  """Returns the slice of this name, or all slices of a kind of chip.
-
-  Args:
-    topology: such as `v5e:4x4`, or `v5e` for all its slices, from the smallest.
-
-  Raises:
-    UserError: there is no such slice.
-  """
+  """Returns the slice such as `v5e:4x4`, or all of `v5e` from the smallest."""
   match = re.fullmatch(r'(\w+)(?::(\d+(?:x\d+)*))?', topology)
   if not match or match[1] not in CHIPS:
     raise _unknown(topology)

@@ -56,28 +56,49 @@ def silence(task, params, model_state) -> Study:
   hundredth of the recording's mean power. Layers above them hear the others.
   """
   model = task.config.model
-  shares = {'silence': [], 'speech': []}
+  num_learners = model.adaptive.num_learners
+  silent, learners_of = [], {}
 
   def look(output, batch):
-    return task.share_per_token(stack_lib.collect(output.aux, 'adaptive'))
+    choices = stack_lib.collect(output.aux, 'adaptive')
+    parts = {'all modules': choices} | {
+      name: {name: choice} for name, choice in choices.items()
+    }
+    return {name: task.share_per_token(part) for name, part in parts.items()}
 
-  for batch, share_BL in task.over_held_out(look, params, model_state, 0):
+  for batch, share_of in task.over_held_out(look, params, model_state, 0):
     for i in np.flatnonzero(batch['weight']):
-      share_L = share_BL[i, batch['valid'][i]]
+      valid_L = batch['valid'][i]
       heard_LT = np.lib.stride_tricks.sliding_window_view(
         batch['wave'][i], model.samples(1)
       )[:: math.prod(model.conv_strides)]
       # The wave has a mean power of 1.
-      silent_L = np.square(heard_LT[: len(share_L)]).mean(axis=-1) < _SILENT
-      shares['silence'].append(share_L[silent_L])
-      shares['speech'].append(share_L[~silent_L])
-  lines, metrics = [f'{"":<12}{"frames":>10}{"learners":>10}'], {}
-  for name, of_rows in shares.items():
-    learners = model.adaptive.num_learners * np.concatenate(of_rows)
-    mean = float(learners.mean()) if len(learners) else math.nan
-    metrics[name] = {'frames': len(learners), 'learners': mean}
-    lines.append(f'{name:<12}{len(learners):>10,}{mean:>10.3f}')
-  lines.append(
-    f'Mean learners, of {model.adaptive.num_learners}, of a frame in a module.'
+      power_L = np.square(heard_LT[: valid_L.sum()]).mean(axis=-1)
+      silent.append(power_L < _SILENT)
+      for name, share_BL in share_of.items():
+        learners_L = num_learners * share_BL[i, valid_L]
+        learners_of.setdefault(name, []).append(learners_L)
+  silent = np.concatenate(silent)
+  metrics, rows = {}, {}
+  for part, chosen in (('silence', silent), ('speech', ~silent)):
+    means = {
+      name: np.concatenate(parts).mean(where=chosen).item()
+      if chosen.any()
+      else math.nan
+      for name, parts in learners_of.items()
+    }
+    for name, mean in means.items():
+      rows[name] = rows.get(name, f'{name:<16}') + f'{mean:>10.3f}'
+    learners = means.pop('all modules')
+    frames = int(chosen.sum())
+    metrics[part] = {'frames': frames, 'learners': learners, 'modules': means}
+  counts = ''.join(f'{part["frames"]:>10,}' for part in metrics.values())
+  text = '\n'.join(
+    (
+      f'{"":<16}{"silence":>10}{"speech":>10}',
+      f'{"frames":<16}{counts}',
+      *rows.values(),
+      f'Mean learners, of {num_learners}, of a frame in a module.',
+    )
   )
-  return Study(text='\n'.join(lines), metrics=metrics)
+  return Study(text=text, metrics=metrics)

@@ -173,13 +173,8 @@ def draw(
 ):
   """Returns pictures of the boxes and, of a routed model, of its tokens.
 
-  Args:
-    model: the config.
-    output: of the model, on the host.
-    shown_BHWC: uint8 padded pictures.
-    size_B2: their sizes without padding.
-    classes: names by number.
-    least: least score of a box.
+  Pictures are padded and uint8, of the sizes `size_B2` without padding; boxes
+  have at least the score `least`.
   """
   found = [
     boxes_of(*x, classes, size, least)

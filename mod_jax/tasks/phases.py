@@ -140,6 +140,20 @@ def expand(
   return runs
 
 
+def last(config: ExperimentConfig) -> ExperimentConfig:
+  """Returns the config of an experiment's last run.
+
+  Unlike in `expand`, what it starts from need not exist.
+  """
+  objective = config.objective
+  if not isinstance(objective, ACMObjective) or not objective.phases:
+    return config
+  name = objective.phase
+  if name == 'all':
+    *_, name = objective.phases
+  return _phase(config, name, config.init)
+
+
 def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:
   """Returns the config with `num_epochs` converted to `num_steps`."""
   epochs, data = config.train.num_epochs, config.data
@@ -202,7 +216,9 @@ def _dense(config: ExperimentConfig) -> ExperimentConfig:
   return _run_of(config, 'dense', config.dense, changes)
 
 
-def _phase(config: ExperimentConfig, name: str, init: str) -> ExperimentConfig:
+def _phase(
+  config: ExperimentConfig, name: str, init: str | None
+) -> ExperimentConfig:
   """Returns the config of the run of one phase."""
   phase = getattr(config.objective, name)
   changes = {
@@ -223,9 +239,9 @@ def _objective_at(init: str) -> ACMObjective | None:
   return objective if isinstance(objective, ACMObjective) else None
 
 
-def _teacher(config: ExperimentConfig) -> str:
+def _teacher(config: ExperimentConfig) -> str | None:
   """Returns the path of the weights that a conversion began with."""
-  objective = _objective_at(config.init)
+  objective = config.init and _objective_at(config.init)
   return (objective and objective.teacher) or config.init
 
 

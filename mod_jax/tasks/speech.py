@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -89,6 +90,23 @@ class Speech(Modality):
       f'{counts[0]:,} recordings for training, {counts[1]:,} held out,'
       f' {len(self.vocabulary)} characters'
     )
+
+  def batch_shapes(self):
+    """Of the longest bucket, and of as many characters as it has frames.
+
+    Batches may be smaller, but not larger: longer transcripts are infeasible.
+    """
+    rows, (length,) = self.config.train.batch_size, self.length
+    return {
+      name: jax.ShapeDtypeStruct((rows, *shape), dtype)
+      for name, shape, dtype in (
+        ('wave', (self.config.data.samples[-1],), 'float32'),
+        ('valid', (length,), 'bool'),
+        ('labels', (length,), 'int32'),
+        ('count', (), 'int32'),
+        ('masked', (length,), 'bool'),
+      )
+    }
 
   def eval_batches(self, **kwargs):
     return audio.eval_batches(self._recordings('eval'), self._frames, **kwargs)

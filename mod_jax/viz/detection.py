@@ -21,12 +21,8 @@ def boxes(
 ) -> Figure:
   """Draws a row per picture: its boxes, then the tokens of each routed layer.
 
-  Args:
-    images_BHWC: uint8 RGB.
-    found: for each picture (name, score, (left, top, right, bottom) in pixels).
-    processed: masks [B, L] by the name of the layer; skipped tokens are grey.
-    grid: rows and columns of tokens.
-    title: of the figure.
+  `found` are (name, score, (left, top, right, bottom) in pixels) of each
+  picture, and `processed` masks [B, L] by the name of the layer.
   """
   images_BHWC = np.asarray(images_BHWC)
   body, axes_B, _ = images.image_grid(

@@ -17,11 +17,8 @@ def load_over_time(
 ) -> Figure:
   """Draws the load of each frame above the spectrogram of each recording.
 
-  Args:
-    recordings: samples [T], load of the frames [L], and transcript of each.
-    rate: samples per second.
-    unit: what the load is measured in.
-    title: of the figure.
+  `recordings` are samples [T], `rate` a second, the load of the frames [L] in
+  `unit`, and the transcript.
   """
   # Imported here, since it is heavy.
   from scipy import signal

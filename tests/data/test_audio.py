@@ -107,13 +107,17 @@ def test_bad_rows_are_left_out_and_the_others_unharmed(tmp_path, caplog):
     'other.wav': ('ab7', tone()),
     'broken.wav': ('abba', None),
     'empty.wav': ('abba', tone()[:0]),
+    'fast.wav': ('abba', tone()),
+    'none.wav': ('abba', tone()),
   }
   for name, (_, samples_T) in rows.items():
     if samples_T is None:
       (tmp_path / name).write_bytes(b'RIFF')
     else:
       audio_files.write(tmp_path / name, samples_T, RATE)
+  (tmp_path / 'none.wav').unlink()
   lines = [{'audio': name, 'text': text} for name, (text, _) in rows.items()]
+  lines[-2]['sampling_rate'] = 16_000
   for part in ('train', 'eval'):
     (tmp_path / f'{part}.jsonl').write_text('\n'.join(map(json.dumps, lines)))
   config = AudioDataConfig(
@@ -122,8 +126,16 @@ def test_bad_rows_are_left_out_and_the_others_unharmed(tmp_path, caplog):
   vocabulary = Characters.of_texts(['ab'])
   recordings = audio.Recordings(config, 'train', vocabulary)
   assert recordings.texts == ['abba']
-  for name in set(rows) - {'good.wav'}:
-    assert len(re.findall(f'left out of train: {name}: ', caplog.text)) == 1
+  for name, why in {
+    'long.wav': r'3\.00 seconds are longer than the last of data\.buckets',
+    'other.wav': "'7' is not in the vocabulary",
+    'broken.wav': r'.*broken\.wav (is no WAV|cannot be read)',
+    'empty.wav': '.*holds no samples',
+    'fast.wav': '.*has 8000 samples per second, and its manifest says 16000',
+    'none.wav': r'.*none\.wav',
+  }.items():
+    found = re.findall(f'left out of train: {name}: {why}', caplog.text)
+    assert len(found) == 1, name
   (batch,) = audio.eval_batches(recordings, frames, batch_size=2)
   np.testing.assert_array_equal(batch['weight'], [1, 0])
   assert batch['valid'].sum() == frames(len(tone()))
@@ -141,6 +153,8 @@ def test_vocabulary_of_a_published_model(tmp_path):
   assert vocabulary.decode(labels) == "TO LET LET'"  # There is no S.
   assert labels[-1] == 3
   assert vocabulary.blank == 0
+  # A model may have more labels than the vocabulary.
+  assert vocabulary.decode([labels[0], len(symbols)]) == 'T'
   at_end = Characters((*'ab|', '[UNK]', '[PAD]'))
   assert at_end.blank == 4
   file.write_text('{"a": 1}')

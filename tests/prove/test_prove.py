@@ -88,8 +88,17 @@ class TestRefusals:
     with pytest.raises(UserError, match=message):
       prove.report(config, topology)
 
-  def test_a_pruned_model(self, load_config_file):
-    config = load_config_file('configs/vit/dynamic.py', 'tiny')
+  @pytest.mark.parametrize(
+    ('path', 'variant', 'changes'),
+    [
+      ('configs/vit/dynamic.py', 'tiny', {}),
+      ('configs/speech/words.py', 'acm_tiny', {'objective.phase': 'gates'}),
+    ],
+  )
+  def test_a_step_with_a_teacher(
+    self, path, variant, changes, load_config_file
+  ):
+    config = config_lib.replace(load_config_file(path, variant), changes)
     with pytest.raises(UserError, match='teacher'):
       prove.report(config, 'v5e:2x2')
 
@@ -136,6 +145,31 @@ def test_batches_have_the_shapes_that_are_told(tiny):
   assert {k: (x.shape, x.dtype) for k, x in batch.items()} == {
     k: (x.shape, x.dtype) for k, x in told.items()
   }
+
+
+def test_batches_of_speech_are_at_most_as_large_as_is_told(load_config_file):
+  task = make_task(load_config_file('configs/speech/words.py', 'tiny'))
+  told = task.modality.batch_shapes()
+  batches = task.modality.train_iterator(shard_index=0, shard_count=1)
+  largest = max((next(batches) for _ in range(4)), key=lambda x: x['wave'].size)
+  assert largest['labels'].shape <= told['labels'].shape
+  del largest['labels'], told['labels']
+  assert {k: (x.shape, x.dtype) for k, x in largest.items()} == {
+    k: (x.shape, x.dtype) for k, x in told.items()
+  }
+
+
+@needs_libtpu
+def test_the_last_phase_of_an_adaptive_model(load_config_file, tmp_path):
+  config = load_config_file('configs/speech/words.py', 'acm_tiny')
+  phase = {'objective.end_to_end.batch_size': 4}
+  config = config_lib.replace(config, phase)
+  (row,) = prove.run([('acm', config)], ['v5e:2x2'], tmp_path)
+  assert row['fits']
+  assert row['dense_fits']
+  # The phase has a batch of its own.
+  length = config.model.frames(config.data.samples[-1])
+  assert row['model_flops'] == 4 * flops.train(config.model, length)
 
 
 @pytest.fixture(scope='module')

@@ -106,6 +106,10 @@ def test_a_conversion_counts_real_frames_only(dense, tmp_path):
     frames += batch['valid'].sum()
     learners += share * config.model.adaptive.num_learners
   parts = found.values()
+  for part in parts:  # All modules are of one cost.
+    of_modules = part['modules'].values()
+    assert len(of_modules) == config.model.num_layers
+    assert np.mean([*of_modules]) == pytest.approx(part['learners'], rel=1e-4)
   assert sum(x['frames'] for x in parts) == frames
   assert sum(x['frames'] * x['learners'] for x in parts) == pytest.approx(
     learners, rel=1e-4

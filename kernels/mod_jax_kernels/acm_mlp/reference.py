@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from mod_jax_kernels import dispatch
 from mod_jax_kernels.acm_mlp import order as order_lib
 
-# Tokens of a product. Smaller tiles waste less on tokens with smaller k, larger
-# ones use the matrix units better.
+# Most tokens of a product. Smaller tiles waste less on tokens with smaller k,
+# larger ones use the matrix units better.
 TILE = 256
 
 
 def acm_mlp(
-  x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T, activation='gelu', tile=TILE
+  x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T, activation='gelu', tile=None
 ):
   """See `mod_jax_kernels.acm_mlp`; sums are in float32."""
   if not x_TD.shape[0]:
@@ -23,14 +23,15 @@ def acm_mlp(
   )
 
 
-def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=TILE):
+def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=None):
   """Returns y_TD.
 
   Each tile of tokens, taken in `order`, loops over as many learners as its
-  largest number; tiles without any learner are skipped.
+  largest number; tiles without any learner are skipped. By default few tokens,
+  as of one image or recording, are in about five tiles.
   """
   tokens, outputs = x_TD.shape[0], w2_NFD.shape[-1]
-  tile = dispatch.at_most(tokens, tile)
+  tile = dispatch.at_most(tokens, tile or _tile_of(tokens))
   token_IP = _in_tiles(order.token_T, tile)
   count_N = order.count_N
 
@@ -125,6 +126,12 @@ def act_and_slope(before, activation):
   phi = 0.5 + 0.5 * jax.lax.erf(before * 0.5**0.5)
   density = jnp.exp(-0.5 * before * before) * (2 * jnp.pi) ** -0.5
   return before * phi, phi + before * density
+
+
+def _tile_of(tokens):
+  if not isinstance(tokens, int):  # A symbol.
+    return TILE
+  return min(TILE, 32 * max(2, round(tokens / 160)))
 
 
 def _in_tiles(token_T, tile):
