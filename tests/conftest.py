@@ -227,9 +227,9 @@ def for_hopper():
   return lower_for_hopper
 
 
-@pytest.fixture(scope='session', params=['v5e:2x2', 'v5p:2x2x1'])
-def for_tpu(request):
-  """`compile_for_tpu` for one of two kinds, where libtpu is."""
+@pytest.fixture(scope='session')
+def for_tpu():
+  """`compile_for_tpu`, where libtpu is."""
   if importlib.util.find_spec('libtpu') is None:
     pytest.skip('libtpu, the TPU compiler, is not installed')
-  return lambda *args: compile_for_tpu(request.param, *args)
+  return compile_for_tpu

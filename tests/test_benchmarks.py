@@ -1,5 +1,6 @@
 """Benchmarks run, at sizes that measure nothing."""
 
+import gzip
 import json
 import os
 import pathlib
@@ -9,6 +10,8 @@ import sys
 import numpy as np
 from PIL import Image
 import pytest
+
+from mod_jax.data import audio_files
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -92,6 +95,34 @@ def test_a_recogniser_is_converted(tmp_path):
   assert 0 < float(adaptive[3]) < 1
   assert 0 <= float(adaptive[-2]) <= 4
   assert (tmp_path / 'speech_words.png').stat().st_size > 1000
+
+
+def test_prompts_are_trained_on_by_their_list(tmp_path):
+  sounds = tmp_path / 'share/asterisk/sounds/en_US_f_Allison'
+  listed = tmp_path / 'share/doc/asterisk-core-sounds-en/core-sounds-en.txt.gz'
+  said = {f'digits/{i}': f'd{"abcdefghij"[i]}' for i in range(10)}
+  said |= {f'vm-{i}': f'Press {i % 10} for call-back {i}.' for i in range(30)}
+  said |= {'beep': '[a tone]', 'silence/1': '(1 second)', 'missing': 'ab'}
+  for name in said:
+    path = sounds / f'{name}.wav'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name != 'missing':
+      samples_T = np.random.default_rng(0).normal(size=6000)
+      audio_files.write(path, samples_T / 9, 8000)
+  listed.parent.mkdir(parents=True)
+  lines = [f'{name}: {text}' for name, text in said.items()]
+  listed.write_bytes(gzip.compress('\n'.join(lines).encode()))
+  args = (f'data={tmp_path / "share"}', f'workdir={tmp_path / "runs"}')
+  out = run('speech', 'tiny', *args, 'runs=^dense')
+  assert '| dense | 1 | ' in out
+  splits = {}
+  for split in ('train', 'eval'):
+    text = (tmp_path / f'runs/prompts/{split}.jsonl').read_text()
+    splits[split] = [json.loads(x)['text'] for x in text.splitlines()]
+  # Two digits, which the list does not say how to read, are left out.
+  assert sum(map(len, splits.values())) == 20
+  assert not set(splits['train']) & set(splits['eval'])
+  assert 'Press dd for call back dd.' in splits['train'] + splits['eval']
 
 
 def test_clip_art_of_unequal_classes(tmp_path):

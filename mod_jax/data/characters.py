@@ -100,8 +100,11 @@ class Characters:
     return labels
 
   def decode(self, labels: Sequence[int]) -> str:
-    """Returns the text of labels; special symbols are left out."""
-    shown = (self.symbols[label] for label in labels)
+    """Returns the text of labels; special symbols are left out.
+
+    So are labels past the vocabulary, of a model that has room for more.
+    """
+    shown = (self.symbols[x] for x in labels if x < len(self.symbols))
     text = ''.join(x for x in shown if len(x) == 1)
     return ' '.join(text.replace(_SPACE, ' ').split())
 

@@ -153,6 +153,8 @@ def test_vocabulary_of_a_published_model(tmp_path):
   assert vocabulary.decode(labels) == "TO LET LET'"  # There is no S.
   assert labels[-1] == 3
   assert vocabulary.blank == 0
+  # A model may have more labels than the vocabulary.
+  assert vocabulary.decode([labels[0], len(symbols)]) == 'T'
   at_end = Characters((*'ab|', '[UNK]', '[PAD]'))
   assert at_end.blank == 4
   file.write_text('{"a": 1}')

@@ -9,6 +9,7 @@ import abc
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import re
 
 import jax
@@ -21,6 +22,7 @@ from mod_jax_kernels import dispatch, tiles
 
 # Backends whose kernels can be interpreted on a CPU.
 INTERPRETED = ('pallas', 'splash', 'triton')
+TPUS = ('v5e:2x2', 'v5p:2x2x1')
 # How a kernel appears in the text of a program for a platform.
 CALLS = {'tpu': 'tpu_custom_call', 'cuda': 'triton_kernel_call'}
 
@@ -192,7 +194,10 @@ class OpTests(abc.ABC):
       'backend': lambda: [row(name) for name in here],
       'changes, message': lambda: self.refused,
       'lacking, options, message': lambda: [row(*x) for x in self.lacking],
-      'tpu_target': lambda: targets('tpu'),
+      # For one of two kinds each, in turns.
+      'topology, tpu_target': lambda: [
+        *zip(itertools.cycle(TPUS), targets('tpu'), strict=False)
+      ],
       'cuda_target': lambda: targets('cuda'),
     }
     for names, rows in tables.items():
@@ -254,8 +259,8 @@ class OpTests(abc.ABC):
       assert re.search(target.without, text)
 
   @pytest.mark.slow
-  def test_compiles_for_a_tpu(self, for_tpu, tpu_target):
-    compiled = for_tpu(self.program(tpu_target), *tpu_target.args)
+  def test_compiles_for_a_tpu(self, for_tpu, topology, tpu_target):
+    compiled = for_tpu(topology, self.program(tpu_target), *tpu_target.args)
     self.check_text(tpu_target, compiled.as_text())
 
   @pytest.mark.slow

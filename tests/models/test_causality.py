@@ -103,6 +103,7 @@ def config_of(routing, block):
 
 def table():
   """Yields each config that fits together, and each pass called causal."""
+  pairs = itertools.count()
   for routing, block in itertools.product(ROUTING, BLOCKS):
     try:
       config = config_of(routing, block)
@@ -123,12 +124,14 @@ def table():
       modes = [(RoutingMode(rule='threshold'), False)]
     else:
       modes = [(RoutingMode(), False), (RoutingMode(), True)]
+    # Each form with a plain block, and each block unrouted, in every mode. The
+    # other pairs are slow tests, each in one of its modes, taken in turns.
+    alone = block == 'plain' or routing == 'none'
+    if not alone:
+      modes = [modes[next(pairs) % len(modes)]]
     for mode, trains in modes:
       name = getattr(mode.rule, 'name', mode.rule)
       how = 'train' if trains else mode.overflow
-      # Each form with a plain block, and each block unrouted. The other pairs
-      # are left to the slow tests.
-      alone = block == 'plain' or routing == 'none'
       yield pytest.param(
         *(routing, block, mode, trains),
         id=f'{routing}-{block}-{name}-{how}',

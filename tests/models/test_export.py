@@ -20,22 +20,23 @@ pytestmark = pytest.mark.slow
 LEARNED = VisionRoutingConfig(capacity=0.5, score='learned', gate='sigmoid')
 CAUSAL = MoDConfig(capacity=0.5, threshold_decay=0.9)
 # The last has more tokens than a tile of the kernels' references.
-BATCHES = (1, 3, 40)
+BATCHES = (1, 40)
 
 
 vit = functools.partial(dataclasses.replace, tiny.VIT)
 lm = functools.partial(dataclasses.replace, tiny.LM)
+ACM = AdaptiveConfig(num_learners=2)
 MODELS = {
   'vit': vit(distilled=True),
   'amod': vit(routing=VisionRoutingConfig(capacity=0.5)),
   'vit_mod': vit(routing=LEARNED),
-  'vit_acm': vit(adaptive=AdaptiveConfig()),
+  'vit_acm': vit(adaptive=ACM, num_layers=1),
   'vit_experts': vit(experts=ExpertsConfig(num_experts=2)),
   'dynamic_vit': DynamicViTConfig(backbone=tiny.VIT, stages=(1,)),
   'lm': tiny.LM,
   'mod': lm(routing=CAUSAL),
   'threshold': lm(routing=CAUSAL),
-  'lm_acm': lm(adaptive=AdaptiveConfig()),
+  'lm_acm': lm(adaptive=ACM, num_layers=1),
   'experts': lm(experts=ExpertsConfig(num_experts=2)),
   'experts_choose': lm(experts=ExpertsConfig(num_experts=2, choice='expert')),
 }

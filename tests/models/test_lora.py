@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import flops, trees
 from mod_jax.errors import UserError
@@ -36,7 +37,7 @@ VIT = ViTConfig(
 
 
 def language(**fields):
-  sizes = {'num_layers': 4, 'width': 8, 'num_heads': 4, 'num_kv_heads': 2}
+  sizes = {'num_layers': 2, 'width': 8, 'num_heads': 4, 'num_kv_heads': 2}
   return LMConfig(**{'vocab_size': 11, 'mlp_dim': 6, **sizes, **fields})
 
 
@@ -44,7 +45,7 @@ MODELS = {
   'dense': language(routing=None),
   'biased': language(routing=None, mlp='gelu', qkv_bias=True),
   'routed': language(routing=MOD),
-  'scanned': language(routing=MOD, scan_layers=True),
+  'scanned': language(num_layers=4, routing=MOD, scan_layers=True),
   'experts': language(routing=MOD, experts=ExpertsConfig(num_experts=3)),
   'expert_choice': language(
     routing=None,
@@ -66,7 +67,7 @@ def inputs(config):
 
 
 def logits(config, variables):
-  output = jax.jit(config.build().apply)(variables, inputs(config))
+  output = tiny.apply(config, variables, inputs(config))
   if isinstance(config, LMConfig):
     return np.asarray(output.logits_BLV)
   return np.asarray(output.logits_BV)
@@ -81,9 +82,9 @@ def fresh(config):
 def trained(variables):
   """Returns variables with other values in the adapters."""
   flat = trees.flatten(variables['params'])
-  keys = iter(jax.random.split(jax.random.key(7), len(flat)))
+  rng = np.random.default_rng(7)
   changed = {
-    name: 0.3 * jax.random.normal(next(keys), x.shape)
+    name: rng.normal(0, 0.3, x.shape).astype(np.float32)
     if '_lora/' in name
     else x
     for name, x in flat.items()
@@ -99,7 +100,7 @@ def test_an_adapted_model_begins_as_its_base_and_merges_into_it(name):
   variables = fresh(config)
   flat = trees.flatten(variables['params'])
   bare = {k: x for k, x in flat.items() if '_lora/' not in k}
-  shapes = trees.flatten(fresh(base)['params'])
+  shapes = trees.flatten(tiny.shapes(base)['params'])
   assert {k: x.shape for k, x in bare.items()} == {
     k: x.shape for k, x in shapes.items()
   }
@@ -119,8 +120,7 @@ def test_an_adapted_model_begins_as_its_base_and_merges_into_it(name):
 @pytest.mark.parametrize('name', MODELS)
 def test_slots_count_their_parameters_and_products(name):
   config = MODELS[name].with_parts(lora=ADAPTERS)
-  params = fresh(config.with_parts(lora=ADAPTERS))['params']
-  flat = trees.flatten(params)
+  flat = trees.flatten(tiny.shapes(config)['params'])
   in_blocks = 0
   for i, layer in enumerate(config.stack.layers):
     for slot_name, slot in layer.block.slots.items():
@@ -144,10 +144,11 @@ def test_slots_count_their_parameters_and_products(name):
 
 def test_only_the_named_maps_are_adapted():
   maps = (r'block_[13]/attention/(query|value)', r'block_2/mlp/down')
-  config = language(routing=None, lora=LoRAConfig(rank=2, maps=maps))
+  adapters = LoRAConfig(rank=2, maps=maps)
+  config = language(num_layers=4, routing=None, lora=adapters)
   found = {
     name.rpartition('_lora/')[0]
-    for name in lora.adapters(fresh(config)['params'])
+    for name in lora.adapters(tiny.shapes(config)['params'])
   }
   assert found == {
     *('block_1/attention/query', 'block_1/attention/value'),
@@ -179,7 +180,7 @@ def test_a_pattern_must_match_a_map():
 
 def test_alpha_over_rank_scales_the_update():
   config = language(routing=None, lora=ADAPTERS)
-  variables = trained(fresh(config))
+  variables = tiny.variables(config)
   doubled = dataclasses.replace(ADAPTERS, alpha=10.0)
   flat = trees.flatten(variables['params'])
   up = {k: 2 * x if '_lora/up/' in k else x for k, x in flat.items()}
@@ -195,6 +196,7 @@ class TestTraining:
   """Frozen weights need no gradient, and what lies below them no pass."""
 
   config = language(
+    num_layers=4,
     routing=None,
     lora=LoRAConfig(rank=3, maps=(r'block_[23]/.*',)),
   )
@@ -226,7 +228,7 @@ class TestTraining:
     )
     length = 32
     tokens = jnp.zeros((1, length), jnp.int32)
-    flat = trees.flatten(fresh(config)['params'])
+    flat = trees.flatten(tiny.variables(config)['params'])
 
     def count(names):
       def loss(part):
@@ -252,7 +254,7 @@ class TestTraining:
 
 def test_stacked_maps_are_told_as_such():
   config = MODELS['learners'].with_parts(lora=ADAPTERS)
-  names = lora.adapters(fresh(config)['params'])
+  names = lora.adapters(tiny.shapes(config)['params'])
   assert names['block_0/mlp_acm/up_lora/down/kernel'] == (3, 8, 3)
   block = config.stack.layers[0].block
   maps = lora_lib.linear_maps('block_0/mlp', block.slots['mlp'])

@@ -123,8 +123,9 @@ def test_a_run_that_gets_no_better_ends_early(tmp_path, monkeypatch, capsys):
   assert (further.finished, further.step) == (True, 10)
 
 
-@pytest.mark.parametrize('early_stop', [0, 2])
-@pytest.mark.parametrize('parts', [(1, 3, 2), (4, 3), (6, 1), (8,)])
+@pytest.mark.parametrize(
+  ('early_stop', 'parts'), [(0, (1, 3, 2)), (2, (4, 3)), (2, (6, 1)), (0, (8,))]
+)
 def test_a_run_in_parts_ends_as_one_without_a_stop(tmp_path, early_stop, parts):
   config = make_config(**{'train.early_stop': early_stop})
   whole = train(config, tmp_path / 'whole')
