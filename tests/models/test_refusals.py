@@ -221,7 +221,7 @@ IMAGES = tiny.images(B)
     (lambda: call(tiny.VIT, IMAGES[:, :4]), r'expected \[batch, 8, 8, 3\]; r'),
     (
       lambda: call(AMOD, IMAGES, build={'routing': RoutingMode(rule='router')}),
-      "rule='router': .*'top_k'.*whole image",
+      "rule='router': .*'top_k'.*whole input",
     ),
     (
       lambda: call(PRUNED, IMAGES, jnp.ones((1, B, 16))),
