@@ -38,8 +38,8 @@ TINY = {
     'END_TO_END_STEPS': 4,
     'BUDGET': 0.4,
     'KEEPS': (0.5,),
-    'SMALLER': {'num_layers': 2, 'width': 16},
-    'STAGES': (1,),
+    'SMALLER': {'num_layers': 1, 'width': 16},
+    'STAGES': (0,),
   },
   '4_apply_and_extend': {
     'NUM_LAYERS': 2,

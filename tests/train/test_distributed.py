@@ -20,12 +20,14 @@ from mod_jax.train import evaluation
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 3
 SMALL = {
+  'model.num_layers': 1,
   'model.width': 16,
   'model.num_heads': 2,
   'model.mlp_dim': 16,
   'evaluation.sample_tokens': 0,
   'log.tensorboard': False,
 }
+ROUTED = SMALL | {'model.routing.period': 1, 'model.routing.offset': 0}
 
 
 def free_port():
@@ -69,7 +71,7 @@ def test_two_hosts_equal_one_and_each_continues_the_other(
   monkeypatch.setattr(evaluation, 'report', lambda *args: None)
   config = config_lib.replace(
     load_config_file('configs/lm/mod.py', 'tiny'),
-    SMALL | {'train.num_steps': STEPS},
+    ROUTED | {'train.num_steps': STEPS},
   )
   phases.train(config, tmp_path / 'one')
   phases.train(config, tmp_path / 'two', max_steps=1)
@@ -80,6 +82,7 @@ def test_two_hosts_equal_one_and_each_continues_the_other(
     # At once: at each step that both look.
     '--config.checkpoint.every_minutes=1e-9',
     '--config.log.every=2',
+    small=ROUTED,
   )
   outputs = [host.communicate(timeout=180)[0] for host in hosts]
   assert [host.returncode for host in hosts] == [0, 0], outputs
