@@ -531,7 +531,10 @@ def load(
 
 def require_floats(run: Run) -> None:
   """Raises UserError if the weights have been rounded to int8."""
-  is_rounded = isinstance(run.variables['params'].get('embedding'), Quantized)
+  leaves = jax.tree.leaves(
+    run.variables, is_leaf=lambda x: isinstance(x, Quantized)
+  )
+  is_rounded = any(isinstance(x, Quantized) for x in leaves)
   require(
     not is_rounded,
     'weights as they were before they were rounded: load the model again'
