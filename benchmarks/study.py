@@ -130,6 +130,7 @@ class Study:
     """Trains a run, unless another process trains it."""
     name, directory = config.name, self.workdir(config.name)
     directory.mkdir(parents=True, exist_ok=True)
+    continued = any(directory.iterdir())
     with (directory / 'busy').open('w') as lock:
       try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,15 +142,14 @@ class Study:
       result = phases.train(config, directory)
       if not result.finished:
         raise UserError(f'{name} was stopped: the same command continues.')
-      self.record(
-        name,
-        {
-          **tell(config, result.metrics),
-          'seconds': round(time.monotonic() - started),
-          # Of all cores: other processes do not count.
-          'cpu_seconds': round(time.process_time() - worked),
-        },
-      )
+      took = {
+        'seconds': round(time.monotonic() - started),
+        # Of all cores: other processes do not count.
+        'cpu_seconds': round(time.process_time() - worked),
+      }
+      # What a run took that was stopped and continued is not known.
+      took = {} if continued else took
+      self.record(name, {**tell(config, result.metrics), **took})
 
   def record(self, name: str, result: dict) -> None:
     """Adds a run's line to the results."""

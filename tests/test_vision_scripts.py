@@ -209,7 +209,7 @@ def test_studies_are_listed(pruned):
     (
       'tiny',
       ['data.source=tfds', 'data.name=imagenet2021'],
-      "'imagenet2021' is neither known .*nearest name is 'imagenet2012'",
+      r"'imagenet2021' is neither known .*Did you mean 'imagenet2012'\?",
     ),
     (
       'tiny',

@@ -69,7 +69,14 @@ def test_patch_maps_have_a_row_per_image_and_a_column_per_block(
     ]
     np.testing.assert_array_equal(row, expected)
   above = seen.texts(figure, 'bottom')
-  assert above == ['image', 'block 5', 'block 1', 'block 3']
+  shares = processed_RBL.mean(axis=(1, 2))
+  assert above == [
+    'image',
+    *(
+      f'block {i}: {share:.0%}'
+      for i, share in zip((5, 1, 3), shares, strict=True)
+    ),
+  ]
   count_BR = processed_RBL.sum(axis=-1).T
   assert seen.texts(figure, 'top') == [
     text
