@@ -235,11 +235,12 @@ def _check_run(config):
   rates = [float(rate(step)) for step in (0, warmup_steps, steps)]
   assert all(0 <= r < math.inf for r in rates), rates
   assert rates[1] > 0, rates
-  model = config.model
-  length = getattr(config.data, 'length', None)  # Images have none.
-  table = model.flops_table(*(() if length is None else (length,)))
+  model, task = config.model, make_task(config)
+  # None for images; with pictures in a text, the number of both.
+  (length,) = task.modality.length or ((),)
+  arguments = length if isinstance(length, tuple) else (length,)
+  table = model.flops_table(*arguments)
   assert all(n >= 0 for _, parts in table for n in parts.values()), table
-  task = make_task(config)
   for step in (0, steps):
     assert 0 < task.flops_per_step(task.static_args(step)) < math.inf
   assert task.modality.tokens_per_step > 0
@@ -258,7 +259,8 @@ def fuzz(count: int, seed: int) -> bool:
   for _ in range(count):
     argv = _draw(rng)
     begun = time.process_time()
-    print(' '.join(arg[:300] for arg in argv[1:]).encode(), flush=True)
+    shown = ' '.join(arg[:300] for arg in argv[1:])
+    print(shown.encode(errors='surrogateescape'), flush=True)
     # Ends the process: what a signal's handler raises, Python drops in a
     # destructor or in a callback of its garbage collector.
     faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
