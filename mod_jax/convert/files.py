@@ -4,9 +4,11 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import os
 import pathlib
+import zipfile
 
 import ml_dtypes
 import numpy as np
@@ -35,6 +37,9 @@ DTYPES = {
   'U8': np.uint8,
   'BOOL': np.bool_,
 }
+# Compression of an `.npz`, and the largest ratio of contents to file size.
+_PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_MOST_PACKED = 16
 INDEX = 'model.safetensors.index.json'  # Lists the files of a sharded model.
 SHARD = 5 * 10**9  # Most bytes per file of weights, as in Hugging Face.
 
@@ -109,8 +114,23 @@ def _damage(path):
 
 
 def _read_npz(path) -> dict[str, np.ndarray]:
-  with np.load(path, allow_pickle=False) as archive:
-    return dict(archive)
+  with zipfile.ZipFile(path) as archive:
+    infos = archive.infolist()
+    # Protect against decompression bombs.
+    size = os.path.getsize(path)
+    if sum(info.file_size for info in infos) > _MOST_PACKED * size:
+      raise UserError(
+        f'{path} says that it holds more than {_MOST_PACKED} times its own'
+        ' size, which weights never do: fetch it from where it was published.'
+      )
+    if {info.compress_type for info in infos} - set(_PACKINGS):
+      raise ValueError('packed otherwise than NumPy does')
+    arrays = {}
+    for info in infos:
+      buffer = io.BytesIO(archive.read(info))  # Reading all verifies the CRC.
+      name = info.filename.removesuffix('.npy')
+      arrays[name] = np.lib.format.read_array(buffer, allow_pickle=False)
+    return arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

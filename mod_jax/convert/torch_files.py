@@ -1,8 +1,8 @@
 """Reads and writes PyTorch's files of weights, safely and without PyTorch.
 
-`torch.save` writes a pickle, and unpickling can call any function that the file
-names. Here the few that weights need have stand-ins; all others are refused by
-name.
+`torch.save` writes a pickle, and unpickling can run arbitrary code. Here only
+the instructions that weights need are run, and the few functions that they may
+name have stand-ins; all others are refused by name.
 """
 
 from collections.abc import Mapping
@@ -46,10 +46,24 @@ def _tensor(storage, offset, shape, strides, *_) -> np.ndarray:
   )
 
 
+class _Dictionary(dict):
+  """Hashing a key of deeply nested tuples could take exponential time."""
+
+  def __init__(self, pairs=()):
+    super().__init__()
+    for key, value in pairs:
+      self[key] = value
+
+  def __setitem__(self, key, value):
+    if not isinstance(key, str | int):
+      raise ValueError('a key that is neither a name nor a number')
+    super().__setitem__(key, value)
+
+
 # Stand-ins for what a pickle may name.
 _GLOBALS = {
-  'collections.OrderedDict': dict,
-  'argparse.Namespace': dict,  # Settings of a training run, ignored.
+  'collections.OrderedDict': _Dictionary,
+  'argparse.Namespace': _Dictionary,  # Settings of a training run, ignored.
   'torch.Size': tuple,
   'torch._utils._rebuild_tensor': _tensor,
   'torch._utils._rebuild_tensor_v2': _tensor,
@@ -65,6 +79,14 @@ _GLOBALS = {
   'torch.ByteStorage': np.dtype('u1'),
   'torch.BoolStorage': np.dtype('?'),
 }
+_INSTRUCTIONS = (
+  *('PROTO', 'STOP', 'MARK', 'NONE', 'NEWTRUE', 'NEWFALSE', 'BINFLOAT'),
+  *('BININT', 'BININT1', 'BININT2', 'LONG1', 'LONG4', 'BINSTRING'),
+  *('SHORT_BINSTRING', 'BINUNICODE', 'SHORT_BINUNICODE', 'EMPTY_LIST'),
+  *('EMPTY_TUPLE', 'TUPLE', 'TUPLE1', 'TUPLE2', 'TUPLE3', 'APPEND', 'APPENDS'),
+  *('SETITEM', 'SETITEMS', 'BINPUT', 'LONG_BINPUT', 'BINGET', 'LONG_BINGET'),
+  *('GLOBAL', 'BINPERSID', 'REDUCE', 'NEWOBJ'),
+)
 
 
 # The reader in Python, since that in C allocates as many places as the largest
@@ -72,8 +94,12 @@ _GLOBALS = {
 class _Unpickler(pickle._Unpickler):
   """Reads a pickle; its storages, by key, are zeros to be filled."""
 
-  dispatch = pickle._Unpickler.dispatch | {
-    # Ignores an object's attributes, such as versions of modules.
+  dispatch = {
+    code: pickle._Unpickler.dispatch[code]
+    for code in (getattr(pickle, name)[0] for name in _INSTRUCTIONS)
+  } | {
+    pickle.EMPTY_DICT[0]: lambda self: self.append(_Dictionary()),
+    # Ignores a dictionary's attributes: versions of modules.
     pickle.BUILD[0]: lambda self: self.stack.pop(),
   }
 
@@ -137,9 +163,20 @@ def _read_zip(archive: zipfile.ZipFile, path: pathlib.Path) -> Any:
   if len(pickles) != 1:
     raise ValueError(f'{len(pickles)} entries data.pkl')
   folder = pickles[0].split('/')[0]
+  if f'{folder}/constants.pkl' in infos:
+    raise UserError(
+      f'{path} is a program of TorchScript: in PyTorch, save the state_dict()'
+      ' of torch.jit.load(path), and give that file.'
+    )
 
   def entry(name, most):
     info = infos[f'{folder}/{name}']
+    # Protect against decompression bombs.
+    if info.compress_type != zipfile.ZIP_STORED:
+      raise UserError(
+        f'{path} has the compressed entry {info.filename!r}, which torch.save'
+        ' never writes: fetch the file from where it was published.'
+      )
     if info.file_size > most:
       raise ValueError(f'{info.filename} is longer than expected')
     return archive.read(info)

@@ -56,8 +56,14 @@ def test_directory_with_a_model(tmp_path):
   assert list(files.read(tmp_path)) == ['x']
 
 
-def test_a_header_that_promises_more_than_there_is(tmp_path):
+def test_small_files_do_not_become_large(tmp_path):
+  """Nor is less of a packed array read than its hash is of."""
   path = tmp_path / 'w.npz'
+  np.savez_compressed(path, x=RNG.normal(size=2000))
+  assert files.read(path)['x'].shape == (2000,)
+  np.savez_compressed(path, x=np.zeros(10**6))
+  with pytest.raises(UserError, match='more than 16 times its own size'):
+    files.read(path)
   with zipfile.ZipFile(path, 'w') as archive:
     header = io.BytesIO()
     array = {'shape': (10**13,), 'fortran_order': False, 'descr': '<f4'}

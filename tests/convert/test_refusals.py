@@ -185,6 +185,7 @@ TABLE = [
   (lambda t: write(t, 'w.bin'), "'.bin'", '.safetensors or .npz or .pth'),
   (lambda t: pickled(t, {'x': 1}), "'x'", 'no tensor', 'state_dict'),
   (lambda t: pickled(t, [1]), 'no dictionary of weights', 'state_dict'),
+  (lambda t: pickled(t, {}, **{'constants.pkl': b''}), 'TorchScript'),
   (lambda t: pickled(t, {frozenset(): 1}), '__builtin__.frozenset'),
   # What lies beside the weights.
   (

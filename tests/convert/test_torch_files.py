@@ -77,8 +77,8 @@ def test_what_is_written_is_a_pickle_of_tensors(tmp_path, key):
     assert found[name].dtype == array.dtype
 
 
-def archive(path, pickled, **entries):
-  with zipfile.ZipFile(path, 'w') as file:
+def archive(path, pickled, *, kind=zipfile.ZIP_STORED, **entries):
+  with zipfile.ZipFile(path, 'w', kind) as file:
     for name, data in {'data.pkl': pickled, **entries}.items():
       file.writestr(f'x/{name}', data)
   return path
@@ -179,10 +179,21 @@ def test_storages_are_no_larger_than_the_file(tmp_path):
     files.read(path)
 
 
-def test_an_index_of_four_billions_takes_no_memory(tmp_path):
-  """It would be a list as long in Python's own reader."""
-  path = archive(tmp_path / 'w.pth', b'\x80\x02}r\xff\xff\xff\xff.')
+def test_small_files_do_not_grow(tmp_path):
+  path = archive(
+    tmp_path / 'w.pth', b'\x80\x02}.' + bytes(10**6), kind=zipfile.ZIP_DEFLATED
+  )
+  assert path.stat().st_size < 10**4
+  with pytest.raises(UserError, match="compressed entry 'x/data.pkl'"):
+    files.read(path)
+  # An index of four billions would be a list as long, in Python's own reader.
+  archive(path, b'\x80\x02}r\xff\xff\xff\xff.')
   with pytest.raises(UserError, match='no dictionary of weights'):
+    files.read(path)
+  # Tuples of tuples of tuples, as a key: hashing them would take for ever.
+  nested = b')' + b'q\x00h\x00\x86' * 60
+  archive(path, b'\x80\x02}' + nested + b'K\x00s.')
+  with pytest.raises(UserError, match='a key that is neither'):
     files.read(path)
 
 
