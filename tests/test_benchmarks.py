@@ -177,7 +177,10 @@ def test_models_that_see_are_compared(tmp_path):
   first, dense, fastv = map(json.loads, lines)
   assert first['run'] == 'captions/0'
   assert fastv['forward_flops'] < dense['forward_flops']
-  assert 0 <= dense['accuracy'] <= 1
+  # The trial asks few questions, and not of every topic.
+  topics = {x: v for x, v in dense.items() if x.startswith('accuracy/')}
+  assert topics
+  assert all(0 <= part <= 1 for part in topics.values())
   assert (tmp_path / 'vlm_scenes.png').is_file()
   again = run('vlm_scenes', *args, 'runs=^dense/')
   assert again.splitlines()[-3:] == out.splitlines()[-3:]

@@ -243,10 +243,9 @@ def test_files_that_are_named_exist(page):
     rf'(?<![\w/.:-])(?:{folders})/[a-z\d_/-]+\.[a-z]+', TEXTS[page]
   )
   assert [n for n in names if not (ROOT / n).exists()] == []
-  # What measures keeps its result; what tunes prints it. The last two have not
-  # been run to their end, as the pages say.
+  # What measures keeps its result; what tunes prints it.
   for script in set(re.findall(r'benchmarks/(\w+)\.py', TEXTS[page])):
-    if script not in ('tune', 'import_time', 'recovery', 'speech'):
+    if script not in ('tune', 'import_time'):
       assert list((ROOT / 'benchmarks').glob(f'{script}.json*'))
 
 
