@@ -35,10 +35,6 @@ class Quantized:
     return cls(values, scale)
 
   @property
-  def dtype(self):
-    return self.values.dtype
-
-  @property
   def T(self) -> 'Quantized':
     return Quantized(self.values.T, self.scale.T)
 

@@ -40,8 +40,6 @@ from mod_jax.train import evaluation
 
 _BATCH = 32  # Pictures that are predicted at a time.
 _LENGTH = 2048  # Longest texts of published models by default, in tokens.
-
-
 INT8 = 'int8'  # The `dtype` of weights in int8.
 
 
