@@ -148,3 +148,34 @@ def test_a_window_counts_distances_in_the_text():
   assert (changed_LD > 1e-4).tolist() == [False, False, True, False, False]
   changed_LD = np.abs(run(x_BLD.at[:, 3].add(1.0)) - run(x_BLD)).max(axis=-1)
   assert (changed_LD > 1e-4).tolist() == [False, False, False, True, True]
+
+
+def test_the_last_token_of_a_prompt_sees_no_padding(x_BLD):
+  """On neither side, nor an answer: rows score as alone and without them."""
+  attention = Attention(
+    AttentionConfig(
+      width=D, num_heads=2, num_kv_heads=1, head_dim=4, rope_theta=10_000.0
+    ),
+    score='last',
+  )
+  image, question, answer = map(
+    token_info.KINDS.index, ('image', 'question', 'answer')
+  )
+  kind_BL = jnp.array(
+    [[question, question, image, image, question, answer, answer]] * B
+  )
+  # Padding before the row, and after it.
+  valid_BL = jnp.array([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]]) > 0
+  position_BL = token_info.count_positions(valid_BL)
+  info = token_info.TokenInfo(position_BL, valid_BL, kind_BL=kind_BL)
+  variables = jax.jit(attention.init)(jax.random.key(0), x_BLD, info)
+  score_BL = apply(attention, variables, x_BLD, info).aux['attention']
+  for row, part in enumerate((np.s_[2:5], np.s_[0:5])):
+    alone = token_info.TokenInfo(
+      position_BL[row, part][None], kind_BL=kind_BL[row, part][None]
+    )
+    expected = apply(attention, variables, x_BLD[row, part][None], alone)
+    np.testing.assert_allclose(
+      score_BL[row, part], expected.aux['attention'][0], atol=1e-6
+    )
+    np.testing.assert_allclose(score_BL[row].sum(), 1, atol=1e-6)
