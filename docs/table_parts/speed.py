@@ -217,7 +217,7 @@ def decode_int8():
     for cell in results['cells']
   )
   return (
-    f'On two CPU cores they save memory and no time: {results["model"]} then'
+    f'On two CPU cores it makes nothing faster: {results["model"]} then'
     f' generates {speedups} times as fast as in float32, for as many sequences'
     ' as stand in brackets (`benchmarks/decode_real.py`).'
   )
