@@ -55,8 +55,8 @@ GAMMA_MOD = MoDConfig(
   # sum.
   router_loss=0.01,
 )
-# Kind of the tokens of which nothing else is said.
-_DEFAULT = KINDS.index('question')
+# Kinds of the tokens for which none is given: of a prompt, and after it.
+_DEFAULT, _ADDED = KINDS.index('question'), KINDS.index('answer')
 
 
 def gamma_layers(num_layers: int) -> tuple[int, ...]:
@@ -267,6 +267,7 @@ class VLM(nn.Module):
     kind_BL: jax.Array | None = None,
     valid_BL: jax.Array | None = None,
     cache: lm.LMCache | None = None,
+    prompt: bool = False,
     **kwargs,
   ) -> LMOutput:
     """Returns what `LanguageModel` does of the text with its pictures.
@@ -279,9 +280,11 @@ class VLM(nn.Module):
         Where blocks choose among image tokens, a row has at most L - I · N
         other tokens, for N patches of a picture; see `place_images`.
       kind_BL: int32 index into `token_info.KINDS` of each token that is not of
-        a picture; None for `question`.
+        a picture; None for `question`, or for `answer` if there is a cache and
+        the tokens are no prompt.
       valid_BL: False for padding, left or right; None if there is none.
       cache: keys and values of earlier tokens, pictures included.
+      prompt: as for `LanguageModel`.
       **kwargs: as for `LanguageModel`.
     """
     config, size = self.config, self.config.tower.image_size
@@ -292,13 +295,15 @@ class VLM(nn.Module):
     if images_BIHWC is not None and images_BIHWC.shape[1]:
       features_BND = self.look(images_BIHWC)
     if kind_BL is None:
-      kind_BL = jnp.full(tokens_BL.shape, _DEFAULT, jnp.int32)
+      kind = _DEFAULT if cache is None or prompt else _ADDED
+      kind_BL = jnp.full(tokens_BL.shape, kind, jnp.int32)
     return self.language(
       tokens_BL,
       kind_BL=jnp.where(tokens_BL == config.image_token, IMAGE, kind_BL),
       features_BND=features_BND,
       valid_BL=valid_BL,
       cache=cache,
+      prompt=prompt,
       **kwargs,
     )
 

@@ -165,9 +165,10 @@ def test_later_text_and_other_rows_move_nothing(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ROUTED)
+@pytest.mark.parametrize('name', [*ROUTED, 'questions'])
 def test_decoding_is_the_forward_pass(name):
-  config = routed(ROUTED[name])
+  of_questions = dataclasses.replace(PMOD, kinds=('image', 'question'))
+  config = routed({**ROUTED, 'questions': of_questions}[name])
   inputs, later = placed(side='left'), jnp.array([[3], [5], [7]])
   model, mode = config.build(), config.decoding_mode
   length = inputs.tokens_BL.shape[1]
