@@ -341,7 +341,7 @@ def whole(x) -> jax.Array | np.ndarray:
   """Returns an array that no host lacks a part of; all must call this."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return multihost_utils.process_allgather(x, tiled=True)
-  # Reads the arrays of a teacher, which may be `convert.entry.Lazy`.
+  # Reads the arrays of a teacher, which may be `convert.arrays.Lazy`.
   return x if isinstance(x, jax.Array) else np.asarray(x)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import paths, trees
-from mod_jax.convert import entry as entry_lib
+from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert.files import Lazy
 from mod_jax.errors import UserError
@@ -139,7 +139,7 @@ def fields_of(config: ViTConfig) -> dict[str, Any]:
 def _entries(config: ViTConfig):
   params = trees.flatten(protocol.shapes(config.dense_twin())['params'])
   shapes = {name: x.shape for name, x in params.items()}
-  return entry_lib.entries(shapes, _TABLE, 'CLIP'), shapes
+  return arrays_lib.entries(shapes, _TABLE, 'CLIP'), shapes
 
 
 def read(
@@ -163,7 +163,7 @@ def read(
     dropped=_UNUSED,
     describe=f"{describe}, CLIP's vision tower,",
   )
-  return entry_lib.read(table, shapes, stored)
+  return arrays_lib.read(table, shapes, stored)
 
 
 def load(folder: str | os.PathLike, config: ViTConfig) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def arrays(
     dropped=(r'(block_\d+/)?router/.*',),
     describe='params',
   )
-  return entry_lib.arrays(table, flat, types)
+  return arrays_lib.arrays(table, flat, types)
 
 
 def save(folder: str | os.PathLike, params, config: ViTConfig) -> None:

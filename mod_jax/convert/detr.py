@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import paths, trees
-from mod_jax.convert import entry as entry_lib
+from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
-from mod_jax.convert.entry import Entry
+from mod_jax.convert.arrays import Entry
 from mod_jax.errors import UserError
 from mod_jax.layers.resnet import EXPANSION, ResNetConfig
 from mod_jax.models.detr import DETRConfig
@@ -84,7 +84,7 @@ def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
         ' cannot be converted.'
       )
   table = _TABLE | _backbone(dense.backbone, naming)
-  return entry_lib.entries(entry_lib.shapes_of(dense), table, 'Hugging Face')
+  return arrays_lib.entries(arrays_lib.shapes_of(dense), table, 'Hugging Face')
 
 
 def _backbone(config: ResNetConfig, naming: Naming) -> dict[str, str]:
@@ -271,21 +271,21 @@ def load_variables(
   `path` is a file of weights, or a folder with one; `key` initialises the
   routers, which the file does not have, None as `jax.random.key(0)`.
   """
-  return entry_lib.complete(read(path, config), config, key)
+  return arrays_lib.complete(read(path, config), config, key)
 
 
 def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, np.ndarray]:
   """Returns those of a model's variables that a file has, by name."""
   arrays = _read(path)
   entries = names(config, 'timm' if _OF_TIMM in arrays else 'huggingface')
-  shapes = entry_lib.shapes_of(config.dense_twin())
+  shapes = arrays_lib.shapes_of(config.dense_twin())
   trees.compare(
     {entry.theirs: entry.shape(shapes) for entry in entries},
     {name: x.shape for name, x in arrays.items()},
     dropped=_UNUSED,
     describe=f'{path}, a DETR of Hugging Face,',
   )
-  return entry_lib.to_ours(entries, shapes, arrays)
+  return arrays_lib.to_ours(entries, shapes, arrays)
 
 
 def save(
@@ -302,11 +302,11 @@ def save(
   """
   entries = names(config, naming)
   files.check_suffix(pathlib.Path(path))
-  flat = entry_lib.flatten(variables)
+  flat = arrays_lib.flatten(variables)
   trees.compare(
-    entry_lib.shapes_of(config.dense_twin()),
+    arrays_lib.shapes_of(config.dense_twin()),
     {name: jnp.shape(array) for name, array in flat.items()},
     dropped=ROUTING,
     describe='variables',
   )
-  files.write(path, entry_lib.to_theirs(entries, flat))
+  files.write(path, arrays_lib.to_theirs(entries, flat))

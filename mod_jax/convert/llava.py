@@ -19,8 +19,8 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import paths, trees
+from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import clip, files
-from mod_jax.convert import entry as entry_lib
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert.files import Lazy
 from mod_jax.data.tokenizers import Tokenizer
@@ -140,7 +140,7 @@ def _on_disk(name: str) -> str:
 def _projector(config: VLMConfig):
   params = protocol.shapes(config.dense_twin())['params']['projector']
   shapes = {name: x.shape for name, x in trees.flatten(params).items()}
-  return entry_lib.entries(shapes, _PROJECTOR, 'LLaVA'), shapes
+  return arrays_lib.entries(shapes, _PROJECTOR, 'LLaVA'), shapes
 
 
 def read(folder: str | os.PathLike, config: VLMConfig) -> dict[str, Lazy]:
@@ -176,7 +176,7 @@ def read(folder: str | os.PathLike, config: VLMConfig) -> dict[str, Lazy]:
   parts = {
     'language': convert_lm.read(folder, config.language, by_part['language']),
     'tower': clip.read(by_part['tower'], config.tower, str(folder)),
-    'projector': entry_lib.read(table, shapes, by_part['projector']),
+    'projector': arrays_lib.read(table, shapes, by_part['projector']),
   }
   return {
     f'{part}/{name}': x
@@ -243,7 +243,7 @@ def _arrays(
     'language': convert_lm.arrays(
       params['language'], dense.language, of('language')
     ),
-    'projector': entry_lib.arrays(table, flat, of('projector')),
+    'projector': arrays_lib.arrays(table, flat, of('projector')),
     'tower': clip.arrays(params['tower'], dense.tower, of('tower')),
   }
   return [

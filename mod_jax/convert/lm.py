@@ -21,9 +21,9 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import paths, trees
-from mod_jax.convert import entry as entry_lib
+from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
-from mod_jax.convert.entry import Entry
+from mod_jax.convert.arrays import Entry
 from mod_jax.convert.files import Lazy
 from mod_jax.data.tokenizers import Tokenizer
 from mod_jax.errors import UserError
@@ -265,7 +265,7 @@ def from_fields(fields: Mapping[str, Any], where: str) -> LMConfig:
 
 
 def _entries(shapes) -> tuple[Entry, ...]:
-  return entry_lib.entries(shapes, _TABLE, 'Hugging Face')
+  return arrays_lib.entries(shapes, _TABLE, 'Hugging Face')
 
 
 def names(config: LMConfig) -> tuple[Entry, ...]:
@@ -289,7 +289,7 @@ def _check_ours(config: LMConfig) -> None:
 def _shapes(config: LMConfig) -> dict[str, tuple[int, ...]]:
   """Returns the shapes of our dense parameters, for unscanned layers."""
   dense = dataclasses.replace(config.dense_twin(), scan_layers=False)
-  return entry_lib.shapes_of(dense)
+  return arrays_lib.shapes_of(dense)
 
 
 def read(
@@ -324,7 +324,7 @@ def read(
     dropped=dropped,
     describe=f'{path}, a language model,',
   )
-  params = entry_lib.read(entries, shapes, stored)
+  params = arrays_lib.read(entries, shapes, stored)
   return _scanned(config, params) if config.scan_layers else params
 
 
@@ -417,7 +417,7 @@ def arrays(
     dropped=(r'(block_\d+/)?(router|predictor)/.*',),
     describe='params',
   )
-  return entry_lib.arrays(_entries(shapes), flat, types)
+  return arrays_lib.arrays(_entries(shapes), flat, types)
 
 
 def fields_of(dense: LMConfig, length: int) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from flax import linen as nn
 import numpy as np
 
 from mod_jax import paths, trees
-from mod_jax.convert import entry as entry_lib
+from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import vit as convert_vit
-from mod_jax.convert.entry import Entry
+from mod_jax.convert.arrays import Entry
 from mod_jax.errors import UserError
 from mod_jax.layers.lora import PARAMETERS, LoRAConfig
 from mod_jax.models import lm
@@ -166,7 +166,7 @@ def read(folder: str | os.PathLike, config) -> dict[str, np.ndarray]:
   Raises:
     UserError: the arrays are not those of the config; lists all differences.
   """
-  shapes = entry_lib.shapes_of(config)
+  shapes = arrays_lib.shapes_of(config)
   arrays, expected, ours = _arrays(folder, config), {}, {}
   for entry in _entries(config):
     if entry.theirs in arrays and entry.ours[0].startswith('head'):

@@ -20,9 +20,9 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import trees
+from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import beside, files
-from mod_jax.convert import entry as entry_lib
-from mod_jax.convert.entry import Entry
+from mod_jax.convert.arrays import Entry
 from mod_jax.errors import UserError
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vit
@@ -198,12 +198,12 @@ def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
       ' first halves the picture; for a model without a stem, use naming'
       " 'timm'."
     )
-  ours = [*entry_lib.shapes_of(dense)]
+  ours = [*arrays_lib.shapes_of(dense)]
   if naming == 'dynamicvit':
-    heads = entry_lib.shapes_of(config)
+    heads = arrays_lib.shapes_of(config)
     ours += [name for name in heads if name.startswith('prediction_')]
   channels = 3 if dense.stem is None else dense.stem.width
-  return entry_lib.entries(ours, library.table, library.label, channels)
+  return arrays_lib.entries(ours, library.table, library.label, channels)
 
 
 def _library(naming: Naming, stem: bool) -> _Library:
@@ -448,10 +448,10 @@ def load_variables(
   _check_dense(config)
   source = read(path, config, truncate=truncate)
   if key is None:
-    for name, shape in entry_lib.shapes_of(config).items():
+    for name, shape in arrays_lib.shapes_of(config).items():
       if name.startswith('head') and name not in source:
         source[name] = np.zeros(shape, np.float32)
-  return entry_lib.complete(source, config, key)
+  return arrays_lib.complete(source, config, key)
 
 
 def read(
@@ -464,7 +464,7 @@ def read(
   `batch_stats/`. Arguments and errors are those of `load`, without `key`.
   """
   file, dense = _read(path), config.dense_twin()
-  entries, shapes = names(config, file.naming), entry_lib.shapes_of(config)
+  entries, shapes = names(config, file.naming), arrays_lib.shapes_of(config)
   arrays, library, sizes = file.arrays, file.library, file.sizes()
   _check_beside(file.path, dense)
 
@@ -499,7 +499,7 @@ def read(
       '%s: %s is made new, for num_classes=%d; %s in these weights.',
       *(file.path, name, dense.num_classes, f'{classes or "there is none"}'),
     )
-  return entry_lib.to_ours(entries, shapes, arrays, replaced)
+  return arrays_lib.to_ours(entries, shapes, arrays, replaced)
 
 
 def save(
@@ -532,15 +532,15 @@ def save(
   _check_dense(config)
   entries = names(config, naming)
   files.check_suffix(pathlib.Path(path))
-  flat = entry_lib.flatten({'params': params, 'batch_stats': batch_stats})
-  shapes = entry_lib.shapes_of(config)
+  flat = arrays_lib.flatten({'params': params, 'batch_stats': batch_stats})
+  shapes = arrays_lib.shapes_of(config)
   trees.compare(
     {name: shapes[name] for entry in entries for name in entry.ours},
     {name: jnp.shape(array) for name, array in flat.items()},
     dropped=ROUTING,
     describe='params',
   )
-  arrays = entry_lib.to_theirs(entries, flat)
+  arrays = arrays_lib.to_theirs(entries, flat)
   if naming == 'huggingface':
     dense = config.dense_twin()
     arrays = {_prefixed(name, dense): x for name, x in arrays.items()}

@@ -16,7 +16,7 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import paths, trees
-from mod_jax.convert import entry as entry_lib
+from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.errors import UserError
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
@@ -165,8 +165,8 @@ def read(
     for name, array in files.read(path).items()
   }
   _fold(arrays)
-  shapes = entry_lib.shapes_of(config.dense_twin())
-  entries = entry_lib.entries(shapes, _TABLE, _LABEL)
+  shapes = arrays_lib.shapes_of(config.dense_twin())
+  entries = arrays_lib.entries(shapes, _TABLE, _LABEL)
   expected = {entry.theirs: entry.shape(shapes) for entry in entries}
   new = {name for name in _OPTIONAL if name not in arrays}
   head = arrays.get('lm_head.weight')
@@ -185,7 +185,7 @@ def read(
     dropped=_UNUSED,
     describe=f'{path}, a Wav2Vec2 of {_LABEL},',
   )
-  return entry_lib.to_ours(entries, shapes, arrays, new)
+  return arrays_lib.to_ours(entries, shapes, arrays, new)
 
 
 def load(path: str | os.PathLike, config: Wav2Vec2Config) -> dict[str, Any]:
@@ -194,4 +194,4 @@ def load(path: str | os.PathLike, config: Wav2Vec2Config) -> dict[str, Any]:
   Routing is new, and so is a head that is missing or for another vocabulary.
   `path` is a file of weights, or a directory with one.
   """
-  return entry_lib.complete(read(path, config), config)['params']
+  return arrays_lib.complete(read(path, config), config)['params']

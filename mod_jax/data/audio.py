@@ -120,20 +120,24 @@ class Recordings:
     limit = config.samples[-1]
     for name, text, samples_T in found:
       text = vocabulary.spelled(text)
-      fault, labels = '', []
+      kind = fault = ''
       if isinstance(samples_T, UserError):
+        # Sentences of one kind end with the same advice.
         fault = str(samples_T)
+        kind = fault.rpartition(':')[2]
       elif len(samples_T) > limit:
+        kind = 'too long'
         fault = (
           f'{len(samples_T) / config.rate:.2f} seconds are longer than the last'
           f' of data.buckets={config.buckets}'
         )
-      try:
-        labels = vocabulary.encode(text)
-      except ValueError as error:
-        fault = fault or str(error)
-      if fault:
-        faults.setdefault(fault.split(' ')[-1], []).append(f'{name}: {fault}')
+      else:
+        try:
+          labels = vocabulary.encode(text)
+        except ValueError as error:
+          kind, fault = 'unknown characters', str(error)
+      if kind:
+        faults.setdefault(kind, []).append(f'{name}: {fault}')
         continue
       self.texts.append(text)
       self.labels.append(labels)

@@ -78,11 +78,12 @@ def _read_wave(path):
 
 
 def _read_other(path):
+  """Returns samples_TC and rate of a file of any other format."""
   try:
     soundfile = importlib.import_module('soundfile')
   except ImportError as error:
     raise UserError(
-      f'{path} is no WAV, and other formats need soundfile:'
+      f'{path} is no WAV, or a damaged one, and other formats need soundfile:'
       ' pip install "mod_jax[speech]".'
     ) from error
   try:

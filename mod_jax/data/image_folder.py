@@ -109,7 +109,7 @@ def decode(
   except Exception as e:
     # For damaged files, Pillow raises many types of exceptions.
     raise UnreadableImageError(
-      f'{what} cannot be decoded ({_reason(e)}): repair or remove it'
+      f'{what} cannot be decoded ({_reason(e)}): repair, shrink or remove it'
     ) from e
 
 

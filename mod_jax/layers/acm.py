@@ -296,7 +296,8 @@ class ACM(nn.Module):
       run, (token_axes, *weight_axes, ('batch', 'length')), (token_axes,)
     )(
       z_BLD.astype(self.dtype),
-      # Not cast here but in the kernel, so that devices sum float32 gradients.
+      # `acm_mlp` casts these to the dtype of z. Casting them before
+      # `per_device` would make the sum of gradients over devices bfloat16.
       *(self.up_NDF, self.bias_NF, self.down_NFD),
       learners_BL,
     )

@@ -15,7 +15,7 @@ from mod_jax.layers import dense, rope
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
-from mod_jax.layers.token_info import Source, TokenInfo
+from mod_jax.layers.token_info import KINDS, Source, TokenInfo
 import mod_jax_kernels
 
 
@@ -276,7 +276,7 @@ class Attention(nn.Module):
 
 def _last_score(q_BLHC, k_BLGC, info: TokenInfo):
   """Returns score_BL: what each row's last token of the prompt attends to."""
-  asks_BL = info.of_kinds(('image', 'text', 'question'))
+  asks_BL = info.of_kinds(tuple(kind for kind in KINDS if kind != 'answer'))
   seen_BL = jnp.cumsum(asks_BL[:, ::-1], axis=-1)[:, ::-1] > 0
   if info.valid_BL is not None:
     seen_BL &= info.valid_BL

@@ -289,7 +289,7 @@ class Layer(nn.Module):
         top_k_BL=routing.mark_tokens(top, length),
         kth_B=_last_score(routed.score_BL, top),
       )
-    routed = routed.replace(threshold_B=self._threshold(routed))
+    routed = routed.replace(threshold_B=self._read_and_update_threshold(routed))
     requested_BL = self._decide(rule, routed, top, info)
 
     if cache is None:
@@ -335,7 +335,7 @@ class Layer(nn.Module):
       output = output.replace(x_BLD=y_BLD)
     return output
 
-  def _threshold(self, routed: Routing) -> jax.Array | None:
+  def _read_and_update_threshold(self, routed: Routing) -> jax.Array | None:
     """Returns the moving average before this call, and updates it."""
     decay = self.config.routing.threshold_decay
     stored = self.has_variable('moving', 'threshold')

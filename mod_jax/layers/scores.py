@@ -18,8 +18,8 @@ from mod_jax.layers.token_info import TokenInfo
 class Score(config_lib.Validated, abc.ABC):
   """How the tokens of a routed block are scored.
 
-  Subclasses must be frozen dataclasses. They may live in any module, but saved
-  configs refer to it, so import it before reading them.
+  Subclasses must be frozen dataclasses, in any module. A saved config names the
+  module, which must be imported before the config is read.
 
   Attributes:
     gate: gate to use if the config names none; see `routing.gate`.

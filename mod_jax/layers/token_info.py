@@ -8,7 +8,8 @@ from mod_jax import routing
 
 # Kinds of token, in the order of their numbers in `TokenInfo.kind_BL`. `text`
 # is what frames a question, such as instructions; `answer` is also what a model
-# adds itself.
+# adds itself. `MoDConfig.kinds` lists those among which blocks may choose, and
+# `data.conversations.Kind` those of text.
 KINDS = ('image', 'text', 'question', 'answer')
 IMAGE = KINDS.index('image')
 

@@ -478,10 +478,11 @@ def load(
 
   Args:
     path: directory of a mod_jax run; a folder that `export` wrote; a Hugging
-      Face folder with a language model of `convert.lm.FAMILIES`, a LLaVA or a
-      CLIP; a folder of PEFT with adapters of a language model or of a vision
-      transformer; or a pretrained vision transformer, either a folder from
-      Hugging Face or timm or a file that `convert.vit.load` reads.
+      Face folder with a language model of `convert.lm.FAMILIES`, a LLaVA, a
+      CLIP, a DETR or a Wav2Vec2; a GGUF file of llama.cpp; a folder of PEFT
+      with adapters of a language model or of a vision transformer; or a
+      pretrained vision transformer, either a folder from Hugging Face or timm
+      or a file that `convert.vit.load` reads.
     step: of a run's checkpoint, or 'best' for the one that `checkpoint.best`
       has kept; None for the newest.
     dtype: `float32` or `bfloat16`, in which the model computes and its matrices

@@ -71,7 +71,8 @@ class Source(abc.ABC):
     path: the directory, or the file of a pretrained vision model's weights.
     kind: `run` and `export` of ours; `language`, a folder of Hugging Face or a
       GGUF file; `vision`, weights in any `convert.vit.Naming`, or a CLIP tower;
-      `peft`, adapters of PEFT; `vlm`, a LLaVA.
+      `peft`, adapters of PEFT; `vlm`, a LLaVA; `detector`, a DETR; `speech`, a
+      Wav2Vec2.
     base: where the weights are that do not lie at the path: those that a run
       has frozen, or that adapters belong to; None for none.
     config: config of the model.
@@ -81,8 +82,8 @@ class Source(abc.ABC):
     classes: names of a vision model's classes; None if unknown.
     multi_label: whether any number of them may be true of a picture.
     tokenizer: kind of the tokenizer that lies in an exported folder.
-    foreign: whether a language model was published by others and not trained
-      further, so that prompts begin as its own tokenizer begins texts.
+    foreign: whether a model was published by others and not trained further; a
+      language model's prompts then begin as its own tokenizer begins texts.
   """
 
   kind: ClassVar[

@@ -44,7 +44,7 @@ from mod_jax.runs import checksums
 
 _STATE, _METADATA = 'state', 'metadata'
 # Keys of the item `metadata`.
-_STEP, _POSITION, _CALLERS = 'step', 'data_position', 'metadata'
+_STEP, _POSITION, _OF_CALLER = 'step', 'data_position', 'metadata'
 _DELETED = 'deleted'  # Directory of checkpoints that are to be deleted.
 _CORRUPT = '.corrupt'  # Suffix of unusable checkpoints.
 
@@ -196,7 +196,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     if step in self.steps():
       return
     self._saving = step
-    saved = {_STEP: step, _CALLERS: metadata or {}}
+    saved = {_STEP: step, _OF_CALLER: metadata or {}}
     if iterator is not None:
       saved[_POSITION] = iterator.get_state()
     items = {
@@ -357,7 +357,7 @@ class _Saved:
 
   @property
   def header(self) -> Restored:
-    return Restored(self.metadata[_STEP], None, self.metadata[_CALLERS])
+    return Restored(self.metadata[_STEP], None, self.metadata[_OF_CALLER])
 
   @functools.cached_property
   def stored(self) -> dict[str, Any]:

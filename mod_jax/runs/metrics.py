@@ -220,8 +220,9 @@ def read(workdir) -> list[dict[str, Any]]:
   Returns:
     One dictionary per line, with `step`, `kind` and the values, NaN for those
     that were not finite. Empty if nothing was written. Events are left out, and
-    a last line that a kill cut short. Of several evaluations at one step, as of
-    a finished run that is run again with other settings, the last one counts.
+    a last line that a kill cut short. There may be several evaluations at one
+    step, as of a finished run that is run again with other settings: take the
+    last one.
 
   Raises:
     UserError: a line is not what `MetricWriter` writes, or the file cannot be

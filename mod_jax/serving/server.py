@@ -41,7 +41,7 @@ from mod_jax.serving.engine import Engine, Event, Load
 from mod_jax.serving.text_process import TextProcess
 
 LOOPBACK = ('localhost', '127.0.0.1', '[::1]')
-MAX_BYTES = 2**20  # Largest body of a request, besides its pictures.
+MAX_JSON_BYTES = 2**20  # Largest body of a request, besides its pictures.
 # Threads that wait for the text process, and so its concurrent jobs.
 _TEXTS = 4
 # Seconds after which a running step of the engine is reported as stuck.
@@ -177,7 +177,7 @@ class _Server:
   def __init__(self, engine: Engine, run: Any, name: str, queue: int):
     self.engine, self.name, self._run = engine, name, run
     self._tokenizer = run.tokenizer
-    self._most_bytes = MAX_BYTES + engine.pictures * pictures.MAX_ENCODED
+    self._most_bytes = MAX_JSON_BYTES + engine.pictures * pictures.MAX_ENCODED
     self._metrics = metrics_lib.Metrics()
     self.worker = Worker(engine, self._metrics)
     self._begun = int(time.time())

@@ -25,7 +25,7 @@ def robustness(task, params, model_state) -> Study:
   model = task.config.model
   batch = task.modality.examples(_IMAGES)
   shown_BHWC = images_lib.denormalize(task.config.data, batch['image'])
-  # Reads the teacher's arrays, which may be `convert.entry.Lazy`.
+  # Reads the teacher's arrays, which may be `convert.arrays.Lazy`.
   teacher = jax.tree.map(np.asarray, task.converted())
   key = jax.random.key(task.config.seed)
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from mod_jax import trees
-from mod_jax.convert import entry
+from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
@@ -176,7 +176,7 @@ def load_image_weights(
     # Files hold the dense model, and perhaps prediction heads of DynamicViT.
     file_model = model.with_parts(routing=None, adaptive=None, lora=None)
     weights = convert_vit.read(source.path, file_model, truncate=not whole)
-    variables = entry.unflatten(weights)
+    variables = arrays_lib.unflatten(weights)
     weights = trees.flatten(variables.pop('params'))
   heads = {
     name.split('/')[0]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mod_jax import flops, trees
+from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import detr as convert
-from mod_jax.convert import entry as entry_lib
 from mod_jax.convert import files
 from mod_jax.errors import UserError
 from mod_jax.layers.resnet import ResNetConfig
@@ -94,7 +94,7 @@ def test_there_and_back(tmp_path, naming):
 @pytest.mark.parametrize('naming', ['huggingface', 'timm'])
 def test_the_names_and_sizes_of_detr_r50(naming):
   """Names in memory, which differ from those on disk, of which none is here."""
-  shapes = entry_lib.shapes_of(DETRConfig())
+  shapes = arrays_lib.shapes_of(DETRConfig())
   found = {
     entry.theirs: list(entry.shape(shapes))
     for entry in convert.names(DETRConfig(), naming)

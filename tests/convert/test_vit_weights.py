@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mod_jax import flops, trees
-from mod_jax.convert import entry as entry_lib
+from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert
 from mod_jax.errors import UserError
@@ -283,7 +283,7 @@ def test_the_released_sizes_of_deit():
     (vit.vit_base(image_size=384, distilled=True), 'timm', 3),
     (vit.deit_tiny(distilled=True, distillation_head=False), 'huggingface', 1),
   ):
-    shapes = entry_lib.shapes_of(config)
+    shapes = arrays_lib.shapes_of(config)
     theirs = {
       entry.theirs: entry.shape(shapes)
       for entry in convert.names(config, naming)
