@@ -15,14 +15,19 @@ _HELD_OUT_EVERY = 5
 
 
 class DigitImages:
-  """The digits with random access: a fixed fifth of each is held out."""
+  """The digits with random access: a fixed fifth of each is held out.
+
+  Attributes:
+    images: uint8 [N, 8, 8], white on black.
+    labels: int32 [N].
+  """
 
   class_names = CLASSES
 
   def __init__(self, split: str):
     images, labels, held_out = _read()
     chosen = held_out if split == 'eval' else ~held_out
-    self._images = images[chosen]
+    self.images = images[chosen]
     self.labels = labels[chosen]
 
   def __len__(self) -> int:
@@ -30,14 +35,14 @@ class DigitImages:
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns a fingerprint of the images."""
-    return {'content': fingerprints.of_value([self._images, self.labels])}
+    return {'content': fingerprints.of_value([self.images, self.labels])}
 
   def name(self, index: int) -> str:
     return f'digit {index}'
 
   def entry(self, index: int) -> tuple[None, Callable[[], Image.Image], int]:
     """Returns no key, a function for the image, white on black, and a label."""
-    image = Image.fromarray(self._images[index])
+    image = Image.fromarray(self.images[index])
     return None, lambda: image.convert('RGB'), int(self.labels[index])
 
 

@@ -183,13 +183,10 @@ class Scenes:
     for _ in range(self._config.clutter):
       self._add_clutter(canvas_SSC, rng)
     for (corner, side), i in zip(layout.places, layout.chosen, strict=True):
-      _add(canvas_SSC, self._image(i), corner, side, rng.uniform(150, 255, 3))
+      image_88 = self._digits.images[i]
+      _add(canvas_SSC, image_88, corner, side, rng.uniform(150, 255, 3))
     canvas_SSC += rng.normal(0, 8, canvas_SSC.shape)
     return np.uint8(np.clip(np.round(canvas_SSC), 0, 255))
-
-  def _image(self, index: int) -> np.ndarray:
-    _, decode, _ = self._digits.entry(index)
-    return np.asarray(decode())[:, :, 0]
 
   def _add_clutter(self, canvas_SSC, rng):
     """Adds a line, or a piece of a digit that is too small to be read."""
@@ -199,7 +196,7 @@ class Scenes:
       piece = piece.T if rng.random() < 0.5 else piece
     else:
       row, column = rng.integers(0, _SIDE - 3, 2)
-      image_88 = self._image(int(rng.integers(len(self._digits))))
+      image_88 = self._digits.images[rng.integers(len(self._digits))]
       piece = image_88[row : row + 4, column : column + 4]
     side = round(rng.uniform(0.25, 0.5) * _SIDE * self._config.scales[1])
     x, y = rng.integers(0, self._size - side, 2)
@@ -243,10 +240,16 @@ def _overlap(a, b) -> float:
 
 def _add(canvas_SSC, image, corner, side, colour_C):
   """Paints an image, as strokes of a colour, into a square of the canvas."""
-  resized = Image.fromarray(image).resize(
-    (side, side), Image.Resampling.BILINEAR
-  )
-  stroke = np.asarray(resized, float)[:, :, None] / 255
+  stroke_PP1 = _resized(image.tobytes(), len(image), side)
   x, y = corner
-  window = canvas_SSC[y : y + side, x : x + side]
-  window += stroke * (colour_C - window)
+  window_PPC = canvas_SSC[y : y + side, x : x + side]
+  window_PPC += stroke_PP1 * (colour_C - window_PPC)
+
+
+# Pillow takes longer than everything else, and most images come again.
+@functools.lru_cache(maxsize=1 << 15)
+def _resized(pixels: bytes, before: int, side: int) -> np.ndarray:
+  """Returns a square image of so many pixels a side, from 0 to 1."""
+  image = Image.frombytes('L', (before, before), pixels)
+  resized = image.resize((side, side), Image.Resampling.BILINEAR)
+  return np.asarray(resized, float)[:, :, None] / 255
