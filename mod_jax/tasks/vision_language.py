@@ -329,10 +329,14 @@ class VisionLanguage(Modality):
       )
     return '\n'.join(lines)
 
+  @property
+  def _chooses_image_tokens(self) -> bool:
+    routing = self.config.model.routing
+    return routing is not None and 'image' in (routing.kinds or ())
+
   def pictures(self, task, params, model_state):
     """Draws which image tokens each routed block takes, for which answer."""
-    model = self.config.model
-    if model.routing is None or 'image' not in (model.routing.kinds or ()):
+    if not self._chooses_image_tokens:
       return {}
     batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
     del batch['targets']  # The answers are read from the logits.
@@ -348,13 +352,6 @@ class VisionLanguage(Modality):
     shown_B = is_image_BL.any(axis=-1) & (batch['weight'] > 0)
     if not shown_B.any():
       return {}
-    # Of each row's first picture.
-    place_BN = np.argsort(~is_image_BL, axis=-1, kind='stable')
-    place_BN = place_BN[:, : model.num_patches]
-    processed_RBN = [
-      np.take_along_axis(np.asarray(routed.chosen_BL), place_BN, axis=-1)
-      for routed in output.routing
-    ]
     written_BL = np.argmax(output.logits_BLV, axis=-1)
     is_question_BL = batch['valid'] & (batch['kind'] == _QUESTION)
 
@@ -366,17 +363,33 @@ class VisionLanguage(Modality):
       f' {said(written_BL[row], batch["weights"][row] > 0)}'
       for row in np.flatnonzero(shown_B)
     ]
-    return {
-      'image_tokens': viz.patch_maps(
-        images_lib.denormalize(self.config.data, batch['images'][shown_B, 0]),
-        np.stack(processed_RBN)[:, shown_B],
-        layers=[i for i, c in enumerate(model.capacities) if c is not None],
-        grid=(model.grid,) * 2,
-        num_layers=model.num_layers,
-        labels=labels,
-        title='Held-out pictures: the image tokens that each block processes',
-      )
-    }
+    figure = self._draw(
+      *(output, batch['images'], is_image_BL, labels),
+      'Held-out pictures: the image tokens that each block processes',
+      shown_B,
+    )
+    return {'image_tokens': figure}
+
+  def _draw(
+    self, output, images_BIHWC, is_image_BL, labels, title, shown_B=np.s_[:]
+  ):
+    """Draws the image tokens of each row's first picture, if it is shown."""
+    model = self.config.model
+    place_BN = np.argsort(~is_image_BL, axis=-1, kind='stable')
+    place_BN = place_BN[:, : model.num_patches]
+    processed_RBN = [
+      np.take_along_axis(np.asarray(routed.chosen_BL), place_BN, axis=-1)
+      for routed in output.routing
+    ]
+    return viz.patch_maps(
+      images_lib.denormalize(self.config.data, images_BIHWC[shown_B, 0]),
+      np.stack(processed_RBN)[:, shown_B],
+      layers=[i for i, c in enumerate(model.capacities) if c is not None],
+      grid=(model.grid,) * 2,
+      num_layers=model.num_layers,
+      labels=labels,
+      title=title,
+    )
 
   def load_pictures(self, task, params, model_state):
     return {}
@@ -405,13 +418,7 @@ class VisionLanguage(Modality):
       **kwargs: further settings.
     """
     model = self.config.model
-    rows, kinds = [], []
-    for shown, question in zip(pictures, questions, strict=True):
-      question = data_lib.with_pictures(question, len(shown))
-      tokens, kinds_of_row = self.encode(data_lib.prompt(question))
-      rows.append(tokens)
-      kinds.append(kinds_of_row)
-    placed = vlm.place_images(model, rows, pictures, kinds, side='left')
+    placed = self._asked(pictures, questions)
     kwargs.setdefault('temperature', 0.0)
     if 'mode' not in kwargs:
       kwargs['mode'] = model.decoding_mode
@@ -431,6 +438,47 @@ class VisionLanguage(Modality):
       self.tokenizer.decode(tokens_N[:length].tolist()).strip()
       for tokens_N, length in zip(*arrays, strict=True)
     ]
+
+  def _asked(self, pictures, questions) -> vlm.Placed:
+    """Returns rows that end with a question."""
+    rows, kinds = [], []
+    for shown, question in zip(pictures, questions, strict=True):
+      question = data_lib.with_pictures(question, len(shown))
+      tokens, kinds_of_row = self.encode(data_lib.prompt(question))
+      rows.append(tokens)
+      kinds.append(kinds_of_row)
+    model = self.config.model
+    return vlm.place_images(model, rows, pictures, kinds, side='left')
+
+  def draw(self, apply, pictures, questions, answers):
+    """Returns a figure of the image tokens that each block processes.
+
+    `apply` is the compiled model with its parameters; the others are those of
+    `answers`, and what it returns. Of several pictures the first is drawn.
+
+    Raises:
+      UserError: no block of the model chooses among image tokens, or a
+        question has no picture.
+    """
+    if not self._chooses_image_tokens:
+      raise errors.UserError(
+        'draw: no block of this model chooses among image tokens: use'
+        ' run.predict.'
+      )
+    if not all(map(len, pictures)):
+      raise errors.UserError('draw: give a picture with each question.')
+    placed = self._asked(pictures, questions)
+    (mode,) = self.modes().values()
+    output = apply(
+      *(placed.tokens_BL, placed.images_BIHWC),
+      **{'kind_BL': placed.kind_BL, 'valid_BL': placed.valid_BL, 'mode': mode},
+    )
+    is_image_BL = placed.valid_BL & (placed.kind_BL == IMAGE)
+    labels = [' '.join(x) for x in zip(questions, answers, strict=True)]
+    return self._draw(
+      *(output, placed.images_BIHWC, is_image_BL, labels),
+      'The image tokens that each block processes',
+    )
 
   def texts(self, task, params, model_state):
     model = self.config.model

@@ -9,7 +9,9 @@ from mod_jax.viz import glyphs, style
 
 
 def load_over_time(
-  recordings: Sequence[tuple[np.ndarray, np.ndarray, str]],
+  recordings: Sequence[
+    tuple[np.ndarray, np.ndarray, str, Sequence[tuple[str, int]]]
+  ],
   *,
   rate: int,
   unit: str,
@@ -18,13 +20,15 @@ def load_over_time(
   """Draws the load of each frame above the spectrogram of each recording.
 
   `recordings` are samples [T], `rate` a second, the load of the frames [L] in
-  `unit`, and the transcript.
+  `unit`, a text above them, and the letters that are heard, each with the
+  number of its frame, which stand below.
   """
   # Imported here, since it is heavy.
   from scipy import signal
 
   body = style.new_figure(
-    7, 2.4 * len(recordings), title, f'Above each spectrogram the {unit}.'
+    *(7, 2.6 * len(recordings), title),
+    f'Above each spectrogram the {unit}, below it what is heard.',
   )
   axes = body.subplots(
     2 * len(recordings),
@@ -32,8 +36,8 @@ def load_over_time(
     squeeze=False,
     height_ratios=(1, 1.6) * len(recordings),
   )[:, 0]
-  top = max(float(np.max(load_L)) for _, load_L, _ in recordings) or 1.0
-  for i, (samples_T, load_L, text) in enumerate(recordings):
+  top = max(float(np.max(load_L)) for _, load_L, *_ in recordings) or 1.0
+  for i, (samples_T, load_L, text, heard) in enumerate(recordings):
     above, below = axes[2 * i], axes[2 * i + 1]
     seconds = len(samples_T) / rate
     edges = np.linspace(0, seconds, len(load_L) + 1)
@@ -52,4 +56,13 @@ def load_over_time(
       extent=(0, seconds, 0, rate / 2000),
     )
     below.set(xlabel='seconds', ylabel='kHz')
+    # Letters are ticks, so that there is room for them above the seconds.
+    below.xaxis.remove_overlapping_locs = False
+    below.set_xticks(
+      [(edges[frame] + edges[frame + 1]) / 2 for _, frame in heard],
+      [glyphs.plain(letter) for letter, _ in heard],
+      minor=True,
+    )
+    below.tick_params(axis='x', which='minor', length=0, pad=2, labelsize=9)
+    below.tick_params(axis='x', which='major', pad=15)
   return body.get_figure(root=True)

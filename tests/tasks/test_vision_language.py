@@ -201,6 +201,9 @@ def test_a_run_trains_answers_and_is_exported(trained, tmp_path):
   asked = (picture.pictures[0], 'What is the sum?')
   (answer,) = run.predict(asked, max_new_tokens=4)
   assert isinstance(answer, str)
+  # A row of the picture, and of the tokens that the routed block processes.
+  (axes,) = run.draw([asked]).axes
+  assert len(axes.images) == 1 + run.config.num_routed
   mod_jax.export(run, tmp_path)
   again = mod_jax.load(tmp_path)
   assert again.config == run.config
