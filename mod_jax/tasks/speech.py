@@ -164,18 +164,18 @@ class Speech(Modality):
     return losses.ctc.text_rates(pairs)
 
   def letters(self, best_L) -> list[tuple[str, int]]:
-    """Returns the letters of a text with their frames; '' is a space."""
+    """Returns the letters of a text, and spaces, with their frames."""
     labels, frames = transcripts.greedy(
       np.asarray(best_L), self.vocabulary.blank
     )
-    decoded = (self.vocabulary.decode([label]) for label in labels)
+    decoded = (self.vocabulary.decode([label]) or ' ' for label in labels)
     return list(zip(decoded, frames, strict=True))
 
   def heard(self, best_L) -> tuple[str, list[tuple[str, int]]]:
     """Returns a text, and its words with their first frames."""
     words, fresh = [], True
     for letter, frame in self.letters(best_L):
-      if not letter:
+      if letter == ' ':
         fresh = True
       elif fresh:
         words.append((letter, frame))

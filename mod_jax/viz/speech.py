@@ -7,6 +7,8 @@ import numpy as np
 
 from mod_jax.viz import glyphs, style
 
+_LETTER = 0.075  # Inches that a letter takes.
+
 
 def load_over_time(
   recordings: Sequence[
@@ -26,8 +28,10 @@ def load_over_time(
   # Imported here, since it is heavy.
   from scipy import signal
 
+  longest = max(len(samples_T) for samples_T, *_ in recordings) / rate
+  width = float(np.clip(2.5 * longest, 7, 12))
   body = style.new_figure(
-    *(7, 2.6 * len(recordings), title),
+    *(width, 2.6 * len(recordings), title),
     f'Above each spectrogram the {unit}, below it what is heard.',
   )
   axes = body.subplots(
@@ -57,12 +61,23 @@ def load_over_time(
     )
     below.set(xlabel='seconds', ylabel='kHz')
     # Letters are ticks, so that there is room for them above the seconds.
+    least = _LETTER * seconds / (width - 0.8)
     below.xaxis.remove_overlapping_locs = False
-    below.set_xticks(
-      [(edges[frame] + edges[frame + 1]) / 2 for _, frame in heard],
-      [glyphs.plain(letter) for letter, _ in heard],
-      minor=True,
-    )
-    below.tick_params(axis='x', which='minor', length=0, pad=2, labelsize=9)
-    below.tick_params(axis='x', which='major', pad=15)
+    letters = [glyphs.display_piece(letter) for letter, _ in heard]
+    places = [edges[frame : frame + 2].mean() for _, frame in heard]
+    places = _apart(places, [least * len(letter) for letter in letters])
+    below.set_xticks(places, letters, minor=True, va='baseline')
+    glyphs.write_pieces(below.get_xticklabels(minor=True))
+    look = {'length': 0, 'pad': 11, 'labelcolor': style.CHOSEN}
+    below.tick_params(axis='x', which='minor', **look)
+    below.tick_params(axis='x', which='major', pad=17, direction='in')
   return body.get_figure(root=True)
+
+
+def _apart(places: Sequence[float], widths: Sequence[float]) -> list[float]:
+  """Returns rising middles of texts, moved on where two would meet."""
+  moved, end = [], -np.inf
+  for place, width in zip(places, widths, strict=True):
+    moved.append(max(place, end + width / 2))
+    end = moved[-1] + width / 2
+  return moved
