@@ -470,8 +470,11 @@ class VisionLanguage(Modality):
     placed = self._asked(pictures, questions)
     (mode,) = self.modes().values()
     output = apply(
-      *(placed.tokens_BL, placed.images_BIHWC),
-      **{'kind_BL': placed.kind_BL, 'valid_BL': placed.valid_BL, 'mode': mode},
+      placed.tokens_BL,
+      placed.images_BIHWC,
+      kind_BL=placed.kind_BL,
+      valid_BL=placed.valid_BL,
+      mode=mode.routing,
     )
     is_image_BL = placed.valid_BL & (placed.kind_BL == IMAGE)
     labels = [' '.join(x) for x in zip(questions, answers, strict=True)]
