@@ -21,6 +21,7 @@ from mod_jax.pretrained import source as source_lib
 from mod_jax.sampling import generate
 from mod_jax.studies.devices import one_device
 from mod_jax.studies.language import arank
+from mod_jax.studies.vision_language import image_tokens
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality, table
 
@@ -150,26 +151,37 @@ class VisionLanguage(Modality):
     row = self._row(conversation)
     return self._marked(row, conversation) if self.config.data.marks else row
 
-  def _marked(self, row, conversation: data_lib.Conversation) -> dict:
-    """Returns the row with targets for image tokens that show a digit."""
+  def _digits_shown(self, row, conversation: data_lib.Conversation):
+    """Returns [L] which digit's token each image token shows.
+
+    It is 0 for the background, and -1 for tokens that are not of the picture.
+    """
     grid = self.config.model.grid
     place_G = (np.arange(grid) + 0.5) / grid
-    digit_GG = np.full((grid, grid), -1, np.int32)
+    digit_GG = np.zeros((grid, grid), np.int32)
     for (x, y, width, height), digit in conversation.objects:
       is_row_G = np.abs(place_G - y) < height / 2
       is_column_G = np.abs(place_G - x) < width / 2
       (token,) = self.tokenizer.encode(digit)
       digit_GG[is_row_G[:, None] & is_column_G] = token
-    places = np.flatnonzero(row['valid'] & (row['kind'] == IMAGE))
-    digit_N = digit_GG.flatten()
-    shown = places[digit_N >= 0]
-    row['targets'][shown] = digit_N[digit_N >= 0]
-    row['weights'][shown] = 1
+    digit_L = np.full(len(row['tokens']), -1, np.int32)
+    digit_L[row['valid'] & (row['kind'] == IMAGE)] = digit_GG.flatten()
+    return digit_L
+
+  def _marked(self, row, conversation: data_lib.Conversation) -> dict:
+    """Returns the row with targets for image tokens that show a digit."""
+    digit_L = self._digits_shown(row, conversation)
+    row['targets'] = np.where(digit_L > 0, digit_L, row['targets'])
+    row['weights'] = np.where(digit_L > 0, np.float32(1), row['weights'])
     return row
 
   def _eval_row(self, source, index) -> dict:
     real = index != images_lib.PADDING
-    row = self._row(source.load(int(index) if real else 0))
+    conversation = source.load(int(index) if real else 0)
+    row = self._row(conversation)
+    if self.config.data.source == 'scenes':
+      shown_L = self._digits_shown(row, conversation)
+      row['shown'] = shown_L if real else np.full_like(shown_L, -1)
     return row | {
       'weights': row['weights'] * real,
       'weight': np.float32(real),
@@ -395,7 +407,10 @@ class VisionLanguage(Modality):
     return {}
 
   def studies(self, task):
-    return {'arank': functools.partial(arank, task)}
+    by_name = {'arank': functools.partial(arank, task)}
+    if self._chooses_image_tokens and self.config.data.source == 'scenes':
+      by_name['image_tokens'] = functools.partial(image_tokens, task)
+    return by_name
 
   def answers(
     self,

@@ -123,6 +123,13 @@ def test_ranks_are_of_the_language_model_with_its_pictures():
   np.testing.assert_allclose(text, text[0])
   assert 30 < text[0] < 50
   assert (np.array(found['share']) <= 1).all()
+  # Of digits and of the background together it is the capacity.
+  found = task.studies()['image_tokens'](params, variables, None).metrics
+  digits = found.pop('digits')
+  assert 0 < digits < 1
+  for share, capacity in zip(found.values(), (8, 2), strict=True):
+    mean = digits * share['digits'] + (1 - digits) * share['background']
+    assert mean == pytest.approx(capacity / 16)
   assert 'model.language.routing.layers=' in study.text
 
 
