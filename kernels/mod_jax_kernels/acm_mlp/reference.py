@@ -9,6 +9,8 @@ from mod_jax_kernels.acm_mlp import order as order_lib
 # Most tokens of a product. Smaller tiles waste less on tokens with smaller k,
 # larger ones use the matrix units better.
 TILE = 256
+# Up to so many tokens, as of an image or a recording, are in no tiles.
+FEW = 512
 
 
 def acm_mlp(
@@ -27,11 +29,14 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=None):
   """Returns y_TD.
 
   Each tile of tokens, taken in `order`, loops over as many learners as its
-  largest number; tiles without any learner are skipped. By default few tokens,
-  as of one image or recording, are in about five tiles.
+  largest number; tiles without any learner are skipped. If `tile` is None, few
+  tokens are not split: see `_of_few`.
   """
   tokens, outputs = x_TD.shape[0], w2_NFD.shape[-1]
-  tile = dispatch.at_most(tokens, tile or _tile_of(tokens))
+  # An export may have a symbol in place of a number.
+  if tile is None and isinstance(tokens, int) and tokens <= FEW:
+    return _of_few(x_TD, w1_NDF, b1_NF, w2_NFD, order, activation)
+  tile = dispatch.at_most(tokens, tile or TILE)
   token_IP = _in_tiles(order.token_T, tile)
   count_N = order.count_N
 
@@ -57,6 +62,37 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=None):
     *(0, -(-count_N[0] // tile), one_tile),
     jnp.zeros((tokens, outputs), x_TD.dtype),
   )
+
+
+def _of_few(x_TD, w1_NDF, b1_NF, w2_NFD, order, activation):
+  """Returns y_TD; each learner runs once, on enough eighths of the tokens.
+
+  Products of more rows are faster than those of a few tiles, and more numbers
+  of rows to choose from would take longer to compile than they save.
+  """
+  tokens = x_TD.shape[0]
+  step = max(32, 8 * -(-tokens // 64))
+  x_TD = x_TD[order.token_T]
+
+  def of_first(rows, n):
+    def run(sum_TD):
+      x_PD = x_TD[:rows]
+      learner_PD = _learner(x_PD, w1_NDF[n], b1_NF[n], w2_NFD[n], activation)
+      runs_P1 = _runs(0, rows, order.count_N[n])
+      return sum_TD.at[:rows].add(jnp.where(runs_P1, learner_PD, 0.0))
+
+    return run
+
+  def one_learner(n, sum_TD):
+    sizes = [min(rows, tokens) for rows in range(step, tokens + step, step)]
+    branches = [lambda sum_TD: sum_TD, *(of_first(rows, n) for rows in sizes)]
+    return jax.lax.switch(-(-order.count_N[n] // step), branches, sum_TD)
+
+  sum_TD = jax.lax.fori_loop(
+    *(0, jnp.sum(order.count_N > 0), one_learner),
+    jnp.zeros((tokens, w2_NFD.shape[-1]), jnp.float32),
+  )
+  return sum_TD.astype(x_TD.dtype)[order.slot_T]
 
 
 def backward(
@@ -126,12 +162,6 @@ def act_and_slope(before, activation):
   phi = 0.5 + 0.5 * jax.lax.erf(before * 0.5**0.5)
   density = jnp.exp(-0.5 * before * before) * (2 * jnp.pi) ** -0.5
   return before * phi, phi + before * density
-
-
-def _tile_of(tokens):
-  if not isinstance(tokens, int):  # A symbol.
-    return TILE
-  return min(TILE, 32 * max(2, round(tokens / 160)))
 
 
 def _in_tiles(token_T, tile):
