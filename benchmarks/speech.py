@@ -103,6 +103,8 @@ def planned(seed: int, folder: pathlib.Path):
   )
   if not _STUDY.tiny:
     dense = config_lib.replace(dense, {'train.num_steps': 1500})
+  # The loss is a sum over a recording, and these are longer than `words`.
+  acm = config_lib.replace(acm, {'objective.budget_weight': 20.0})
   return speech_runs.planned(_STUDY, dense, acm, seed, BUDGETS)
 
 

@@ -207,6 +207,12 @@ def speech_words():
 
 
 @table
+def speech_prompts():
+  """Adaptive width in a recogniser of telephone prompts, by budget."""
+  return study_tables.speech(studied('speech'))
+
+
+@table
 def compose_digits():
   """Pruning, routing and adaptive width on the digits, alone and together."""
   return study_tables.composition(studied('compose_digits'))
