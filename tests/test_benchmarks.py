@@ -135,7 +135,7 @@ def test_tuning_tries_sizes():
   pytest.importorskip('jax_triton')
   out = run(
     *('tune', 'op=token_select', 'interpret=triton', 'rounds=2', 'passes=1'),
-    'names=num_warps',
+    *('names=num_warps', 'nosave'),
   )
   assert 'num_warps = ' in out
   assert 'token_select, interpreted: {' in out
