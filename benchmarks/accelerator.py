@@ -50,7 +50,7 @@ def beside_torch(script: str, sizes: str, tiny: str) -> list[str]:
 def stages() -> dict[str, dict[str, list[str]]]:
   """Returns the commands of each stage by name."""
   tiny_lm = '--rounds=2 --width=64 --layers=2 --length=32 --batch=2'
-  tiny_vit = '--rounds=2 --backbone=deit_tiny --image_size=32'
+  tiny_vit = '--rounds=1 --image_size=16'
   lm = '--dtype=bfloat16 --length=2048 --vocab=32768'
   vit = '--dtype=bfloat16 --batch=128'
   infer = '--dtype=bfloat16 --batches=1,32,256'
@@ -62,14 +62,14 @@ def stages() -> dict[str, dict[str, list[str]]]:
       'train_step', f'{lm} --width=1024 --layers=12 --batch=16', tiny_lm
     ),
   }
-  for backbone in ('deit_small', 'deit_base'):
+  backbones = ('deit_tiny',) if _TINY.value else ('deit_small', 'deit_base')
+  for backbone in backbones:
+    chosen = f'--backbone={backbone}'
     training[f'{backbone}_step'] = part(
-      'vit_train_step', f'{vit} --backbone={backbone}', f'{tiny_vit} --batch=2'
+      'vit_train_step', f'{vit} {chosen}', f'{tiny_vit} {chosen} --batch=2'
     )
     training[f'{backbone}_inference'] = part(
-      'vit_throughput',
-      f'{infer} --backbone={backbone}',
-      f'{tiny_vit} --batches=2',
+      'vit_throughput', f'{infer} {chosen}', f'{tiny_vit} {chosen} --batches=2'
     )
   scores = '--dtype=bfloat16 --channels=64'
   tiny_scores = '--rounds=2 --lengths=20 --batch=1 --heads=2 --channels=32'

@@ -14,13 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from mod_jax_kernels import dispatch
+from mod_jax_kernels import dispatch, tiles
 from mod_jax_kernels.pallas_parts import VMEM_BYTES, product
 from mod_jax_kernels.route_scores import reference
+from mod_jax_kernels.route_scores.tiles import TILES
 
 _LOWEST = -1e30
-# Longest row whose maps the compiler still unrolls in reasonable time.
-_LONGEST = 512
 
 
 def fits(q_BLHC) -> bool:
@@ -28,7 +27,8 @@ def fits(q_BLHC) -> bool:
   _, length, heads, channels = q_BLHC.shape
   # Seven arrays, each with a second buffer, and four maps in float32.
   arrays = 14 * length * heads * channels * q_BLHC.dtype.itemsize
-  return length <= _LONGEST and arrays + 16 * length**2 < VMEM_BYTES
+  longest = tiles.choose(TILES, 'pallas')['row']
+  return length <= longest and arrays + 16 * length**2 < VMEM_BYTES
 
 
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
