@@ -90,7 +90,7 @@ def hour() -> SweepConfig:
     paper.lm.ROUTING, router_loss=0.0, predictor_width=64
   )
   gaussian = dataclasses.replace(routing, score='gaussian', predictor_width=0)
-  dense, deep = 9e6, 16e6  # Parameters in the middle of the shapes.
+  dense, deep = 12e6, 19e6  # Parameters in the middle of the shapes.
   shapes = (12, 256, 4), (12, 320, 5), (16, 320, 5)
   return config_lib.replace(
     sweep(),
@@ -160,13 +160,18 @@ def hour_tune() -> SweepConfig:
   )
 
 
+def hour_tiny() -> SweepConfig:
+  """Returns a small version of `hour`."""
+  return dataclasses.replace(paper.tiny(hour()), budgets=(2e9,), num_sizes=(3,))
+
+
 VARIANTS = {
   '': sweep,
   'tune': tune,
   'tiny': lambda: paper.tiny(sweep()),
   'hour': hour,
   'hour_tune': hour_tune,
-  'hour_tiny': lambda: paper.tiny(hour()),
+  'hour_tiny': hour_tiny,
 }
 
 get_config = config_lib.config_getter(VARIANTS)
