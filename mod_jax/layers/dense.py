@@ -134,11 +134,7 @@ class Linear(nn.Module):
       names[0] if len(names) == 1 else None
       for names in (self.axes[:inputs], self.axes[inputs:])
     )
-    import os
-    if os.environ.get('K1') and len(batch) == 2:
-      y_TO = einsum('BLI,IO->BLO', x.reshape(*batch, -1), kernel_IO, self.out_dtype, axes)
-    else:
-      y_TO = einsum('TI,IO->TO', x_TI, kernel_IO, self.out_dtype, axes)
+    y_TO = einsum('TI,IO->TO', x_TI, kernel_IO, self.out_dtype, axes)
     y = y_TO.reshape(*batch, *self.features)
     if self.bias:
       bias = self.param(
