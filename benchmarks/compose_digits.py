@@ -59,22 +59,13 @@ def load(path: str, variant: str) -> ExperimentConfig:
   return config_lib.replace(config, {**rows, 'evaluation.every': 0})
 
 
-def forward(config: ExperimentConfig, load: float | None) -> float:
-  """Returns the FLOPs of an image if the share `load` of learners runs."""
-  total = flops.forward(config.model)
-  if load is None:
-    return total
-  table = config.model.flops_table()
-  return total - (1 - load) * sum(x.get('learners', 0) for _, x in table)
-
-
 def tell(config: ExperimentConfig, metrics: dict) -> dict:
   """Returns the result of a run."""
   return {
     'accuracy': metrics['accuracy'],
     'loss': metrics['loss'],
     'load': metrics.get('load'),
-    'forward_flops': forward(config, metrics.get('load')),
+    'forward_flops': study.forward_flops(config, metrics.get('load')),
     'params': flops.num_params(config.model),
     'steps': config.train.num_steps,
     'batch': _BATCH.value,

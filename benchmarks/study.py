@@ -47,6 +47,15 @@ def workdir(root, name: str) -> pathlib.Path:
   return pathlib.Path(root, re.sub('[^A-Za-z0-9_./]+', '_', name))
 
 
+def forward_flops(config: ExperimentConfig, load: float | None) -> float:
+  """Returns the FLOPs of an example if the share `load` of learners runs."""
+  total = flops.forward(config.model)
+  if load is None:
+    return total
+  table = config.model.flops_table()
+  return total - (1 - load) * sum(x.get('learners', 0) for _, x in table)
+
+
 def of_language(config: ExperimentConfig, metrics: dict) -> dict:
   """Returns the result of a language model's run."""
 
@@ -60,6 +69,7 @@ def of_language(config: ExperimentConfig, metrics: dict) -> dict:
     'bits_per_byte': held_out('bits_per_byte'),
     'without_routed_blocks': metrics.get('never/loss'),
     'router_rule': metrics.get('router/loss'),
+    'threshold_rule': metrics.get('threshold/loss'),
     'experts': _of_experts(metrics),
     'steps': config.train.num_steps,
     'forward_flops': flops.forward(config.model, length),

@@ -5,14 +5,19 @@ The functions that return Markdown take the results of a study by name,
 """
 
 from collections.abc import Mapping
+import itertools
 
 from machine import cell, markdown, spread
+import numpy as np
 
 # Runs of `conversion.py` that the table treats specially: the baseline of all
 # others, and the one without routed blocks.
 PARENT, PRUNED = 'dense, at first', 'without the block'
 # Runs of `speech_words.py` from which others start.
 FIRST_PHASES = ('learners', 'gates')
+# The models of `recovery.py`.
+FEW, MANY = 'dense, 4 blocks', 'dense, 8 blocks'
+ROUTED = 'MoD, 4 full and 4 routed blocks'
 
 
 def by_model(found: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
@@ -101,6 +106,73 @@ def conversion(found: Mapping[str, dict]) -> str:
   return markdown([*header, 'forward FLOPs over its'], rows)
 
 
+def recovery_name(
+  width: int, length: int, kind: str, factor: float = 1.0
+) -> str:
+  """Returns the name of a model of `recovery.py`, without its seed."""
+  rate = '' if factor == 1 else f', rate × {factor:g}'
+  return f'width {width}, rows of {length}, {kind}{rate}'
+
+
+def recovery(found: Mapping[str, dict]) -> str:
+  """Table of what routed blocks recover of the worth of dense ones.
+
+  All columns are of the seeds that all three models have. Errors are standard
+  errors over seeds, of pairs; that of the ratio is by linearisation.
+  """
+  models = by_model(found)
+  rows = []
+  for width, length in itertools.product((64, 96), (32, 128, 512)):
+    arms = [
+      models.get(recovery_name(width, length, kind), {})
+      for kind in (FEW, ROUTED, MANY)
+    ]
+    seeds = sorted(set.intersection(*map(set, arms)))
+    if len(seeds) < 2:
+      continue
+    few_S, many_S = (
+      np.array([arm[seed]['loss'] for seed in seeds])
+      for arm in (arms[0], arms[2])
+    )
+    few, routed, many = (arm[seeds[0]]['forward_flops'] for arm in arms)
+    row = [str(width), str(length), str(len(seeds))]
+    row += [over_seeds([arm[s] for s in seeds], 'loss') for arm in arms]
+    gain_S = few_S - many_S
+    row.append(f'{gain_S.mean():.3f} ± {_error(gain_S):.3f}')
+    row.append(f'{(routed - few) / (many - few):.0%}')
+    for rule in ('loss', 'threshold_rule'):
+      routed_S = np.array([arms[1][seed][rule] for seed in seeds])
+      part = (few_S - routed_S).mean() / gain_S.mean()
+      error = _error(few_S - routed_S - part * gain_S) / abs(gain_S.mean())
+      row.append(f'{part:.0%} ± {error:.0%}')
+    rows.append(row)
+  header = [
+    *('width', 'rows of', 'seeds', FEW, ROUTED, MANY),
+    *('gain of dense blocks', 'cost of routed ones, of theirs'),
+    *('recovered, top-k', 'recovered, threshold'),
+  ]
+  return markdown(header, rows)
+
+
+def _error(values_S: np.ndarray) -> float:
+  return float(values_S.std(ddof=1) / np.sqrt(len(values_S)))
+
+
+def recovery_rates(found: Mapping[str, dict]) -> str:
+  """Table of the losses of seed 0 at other learning rates."""
+  factors = (0.5, 1.0, 2.0)
+  rows = []
+  for width, kind in itertools.product((64, 96), (FEW, ROUTED, MANY)):
+    lines = [
+      found.get(f'{recovery_name(width, 128, kind, factor)}/0')
+      for factor in factors
+    ]
+    if all(lines):
+      rows.append([str(width), kind, *(f'{x["loss"]:.3f}' for x in lines)])
+  header = ['width', 'rows of 128, seed 0', *(f'rate × {f:g}' for f in factors)]
+  return markdown(header, rows)
+
+
 def experts(found: Mapping[str, dict]) -> str:
   """Table of language models with experts: losses, sizes and expert loads."""
   rows = []
@@ -172,6 +244,33 @@ def detection(found: Mapping[str, dict]) -> str:
     )
   header = ['model', 'seeds', 'MFLOPs', 'of dense', 'mAP@.5, %', 'mAP, %']
   return markdown([*header, 'CPU minutes'], rows)
+
+
+def scenes(found: Mapping[str, dict]) -> str:
+  """Table of methods that skip work, on scenes: costs and accuracies."""
+  models = by_model(found)
+  trained_on = models.get('dense, trained on', {})
+  dense = spread(
+    [run['forward_flops'] for run in models.get('dense', {}).values()] or [1]
+  )['mean']
+  rows = []
+  for name, of_seed in models.items():
+    runs = list(of_seed.values())
+    differences = [
+      run['accuracy'] - trained_on[seed]['accuracy']
+      for seed, run in of_seed.items()
+      if seed in trained_on
+    ]
+    rows.append(
+      [
+        *(name, str(len(runs)), over_seeds(runs, 'forward_flops', 1e-6, 1)),
+        over_seeds(runs, 'forward_flops', 1 / dense, 2),
+        *(over_seeds(runs, x, 100, 1) for x in ('before', 'accuracy')),
+        cell(spread(differences), 100, 1) if differences else '',
+      ]
+    )
+  header = ['model', 'seeds', 'MFLOPs', 'of dense', 'at first, %', 'trained, %']
+  return markdown([*header, 'over dense, trained on, points'], rows)
 
 
 def imbalance(found: Mapping[str, dict]) -> str:

@@ -40,6 +40,11 @@ CASES = {
     (),
     ("'gmacs'", "'adaptive'", "'time_over_flops'"),
   ),
+  'vlm': (
+    ('width=64', 'layers=8', 'text=4', 'batches=1', 'prompts=1'),
+    (),
+    ("'flop_ratio'", "'cache_bytes'", "'llava_cache_share'"),
+  ),
   'image_input': (
     ('pictures=16', 'pixels=9000', 'batch=4', 'steps=2'),
     (),
@@ -185,6 +190,19 @@ def test_kernels_move_and_spill_no_more_than_they_did():
   assert {(cell['device'], cell['op']) for cell in cells} == {
     (device, op) for device in ('v5e', 'H200') for op in MOVED
   }
+
+
+def test_methods_are_compared_on_scenes(tmp_path):
+  names = 'dense|dense, trained on|A-MoD 50%'
+  args = ('tiny', 'seeds=0', f'workdir={tmp_path}', f'runs=^({names})/')
+  out = run('vit_scenes', *args)
+  rows = [x[2:].split(' | ') for x in out.splitlines() if x.startswith('| ')]
+  assert [row[0] for row in rows[2:]] == names.split('|')
+  # Only what starts from other weights has an accuracy at first.
+  assert [bool(row[4].strip()) for row in rows[2:]] == [False, True, True]
+  amod = float(rows[-1][2]) / float(rows[2][2])
+  assert 0.5 < amod < 0.95
+  assert (tmp_path / 'vit_scenes.png').stat().st_size > 1000
 
 
 def test_tuning_tries_sizes():

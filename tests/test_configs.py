@@ -26,6 +26,7 @@ from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.scores import SCORES
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.tasks import phases
@@ -56,7 +57,8 @@ def build(file, variant):
 def shapes_of(model):
   """Returns the boxed shapes of a model's variables; computes nothing.
 
-  Of a vision transformer with as few blocks as have every kind of parameter.
+  Of a vision transformer with as few blocks as have every kind of parameter;
+  likewise of a model that reads pictures and text, without its routers.
   """
   if isinstance(model, ViTConfig):
     model = _shallow(model, 2)
@@ -68,6 +70,11 @@ def shapes_of(model):
       model,
       backbone=_shallow(model.backbone, after),
       stages=tuple(range(step, after, step)),
+    )
+  elif isinstance(model, VLMConfig):
+    language = dataclasses.replace(model.language, num_layers=2, routing=None)
+    model = dataclasses.replace(
+      model, tower=_shallow(model.tower, 2), language=language
     )
   return _shapes_of(model)
 

@@ -48,6 +48,8 @@ NASTY = (
   '{"type": "json_object"}',
   '[{"type": "text"}]',
   '[{"role": "user", "content": [{"type": "image_url"}]}]',
+  '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url":'
+  ' "data:image/png;base64,AAAA"}}]}]',
   '[{"role": "user", "content": 7}]',
   '{"include_usage": 3, "x": 1}',
   *(

@@ -17,6 +17,8 @@ processes. Variants:
 * `evit`: three blocks fuse the 30% of the patches that the class token attends
   to least;
 * `isoflop`: as many of the dense model's first blocks as cost what A-MoD does;
+* `quick`, `quick_amod` and so on: 64 patches, seen by convolutions, and scenes
+  of fewer digits: learnt in minutes on a CPU;
 * `tiny`: the dense model in seconds, for tests; also `amod_tiny`.
 
 `--config.data.scenes.most=6` and the other fields of `SceneConfig` make other
@@ -29,6 +31,7 @@ from mod_jax import config as config_lib
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.scenes import SceneConfig
 from mod_jax.layers.reduction import EViT, ToMe
+from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
@@ -99,6 +102,30 @@ def isoflop() -> ExperimentConfig:
   return adapted(digits.isoflop(), model)
 
 
+def quick(experiment: ExperimentConfig, num_steps: int) -> ExperimentConfig:
+  """A version that is learnt in minutes on a CPU."""
+  model = experiment.model
+  small = {
+    'patch_size': 8,
+    'stem': ConvStemConfig(width=32, depth=4, halvings=3),
+  }
+  if isinstance(model, DynamicViTConfig):
+    backbone = dataclasses.replace(model.backbone, **small)
+    model = dataclasses.replace(model, backbone=backbone)
+  else:
+    if isinstance(model.reduction, ToMe):
+      small['reduction'] = ToMe(r=6)
+    model = dataclasses.replace(model, **small)
+  scenes = SceneConfig(least=1, most=3, scales=(1.75, 3.0), clutter=4)
+  return dataclasses.replace(
+    experiment,
+    name=f'{experiment.name}_quick',
+    model=model,
+    data=dataclasses.replace(experiment.data, scenes=scenes),
+    train=TrainConfig(num_steps=num_steps, batch_size=32),
+  )
+
+
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   """A small version in seconds, for tests."""
   small = digits.tiny(experiment)
@@ -108,15 +135,23 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   return dataclasses.replace(small, data=data, model=model)
 
 
-VARIANTS = {
+_OF_LARGEST = {
   '': dense,
-  'sum': lambda: dense('sum'),
   'amod': lambda: routed('digits_amod', digits.AMOD),
   'mod': lambda: routed('digits_mod', digits.MOD),
   'dynamic': dynamic,
   'tome': lambda: reduced('scenes_tome', ToMe(r=24)),
   'evit': lambda: reduced('scenes_evit', EViT(stages=(1, 2, 4))),
   'isoflop': isoflop,
+}
+VARIANTS = _OF_LARGEST | {
+  'sum': lambda: dense('sum'),
+  'quick': lambda: quick(dense(), 1500),
+  **{
+    f'quick_{name}': lambda make=make: quick(make(), 150)
+    for name, make in _OF_LARGEST.items()
+    if name
+  },
   'tiny': lambda: tiny(dense()),
   'amod_tiny': lambda: tiny(routed('digits_amod', digits.AMOD)),
 }

@@ -25,6 +25,7 @@ from mod_jax import config as config_lib
 from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.data.scenes import SceneConfig
 from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.models import vlm
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.models.vlm import VLMConfig
@@ -49,36 +50,9 @@ MODEL = VLMConfig(
   ),
   image_token=256,  # Beyond the bytes.
 )
-# p-MoD (Zhang et al. 2024).
-PMOD = MoDConfig(
-  # The paper's formula for any depth; the released code has 32 layers wired in.
-  capacity_schedule='shifted_cosine',
-  period=1,
-  offset=0,
-  kinds=('image',),
-  # The gate weighs the whole update of the chosen tokens. In the released code
-  # it weighs the feed-forward's alone, and that of tokens which pass by, too.
-  gate='alpha_tanh',
-  gate_alpha=0.2,
-  router_bias=True,
-  router_std=0.0,
-  router_loss=0.0,
-)
-# γ-MoD (Luo et al. 2024).
-GAMMA = MoDConfig(
-  capacity=0.5,
-  # All but the first three and the last, as in the released script, which
-  # prints the ranks of attention maps (`--study=arank`) and does not use them.
-  layers=(3, 4),
-  # Questions and answers always enter. The released code takes the first 1,059
-  # positions for image and instructions.
-  kinds=('image', 'text'),
-  # The paper's softmax of two logits is the sigmoid of their difference.
-  gate='sigmoid',
-  shared_router=True,
-  # Cross-entropy against the choice of top-k; here a mean over layers, there a
-  # sum.
-  router_loss=0.01,
+PMOD = vlm.P_MOD
+GAMMA = dataclasses.replace(
+  vlm.GAMMA_MOD, layers=vlm.gamma_layers(MODEL.num_layers)
 )
 
 

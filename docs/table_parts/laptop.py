@@ -128,7 +128,7 @@ def laptop_minima():
     row = [flops_budget(curve), curve['group'], str(curve['runs'])]
     best = curve['parabola']
     if 'refused' in best:
-      rows.append([*row, best['refused'], *[''] * 4])
+      rows.append([*row, best['refused'], *[''] * 5])
       continue
     thousands = {end: x / 1e3 for end, x in best['params'].items()}
     row += [interval(thousands, '.0f'), interval(best['loss'], '.3f')]
@@ -138,10 +138,26 @@ def laptop_minima():
         interval(differs['params_ratio'], '.2f'),
         interval(differs['flops_ratio'], '.2f'),
         interval(differs['loss_difference'], '+.3f'),
+        interval(differs['compute_multiplier'], '.2f'),
       ]
-    rows.append(row + [''] * (8 - len(row)))
+    rows.append(row + [''] * (9 - len(row)))
   header = [
     *('budget', 'models', 'runs', 'best size, 1000s', 'nats/token'),
-    *('parameters ×', 'FLOPs ×', 'loss difference'),
+    *('parameters ×', 'FLOPs ×', 'loss difference', 'compute multiplier'),
   ]
   return markdown(header, rows)
+
+
+@table
+def laptop_pooled():
+  """What the routed models are worth over all budgets."""
+  (row,) = (
+    row
+    for row in laptop_fit()['pooled']
+    if (row['group'], row['method']) == ('mod', 'parabola')
+  )
+  worth = interval(row['compute_multiplier'], '.2f')
+  return (
+    f'Over the {row["budgets"]} budgets together the multiplier of'
+    f' Mixture-of-Depths is {worth}.'
+  )

@@ -66,6 +66,16 @@ def prompt(question: str) -> list[tuple[Kind, str]]:
   ]
 
 
+def with_pictures(question: str, count: int) -> str:
+  """Returns a question with a placeholder for each of its pictures.
+
+  They come first, as in LLaVA 1.5, unless the question has its own.
+  """
+  if IMAGE in question:
+    return question
+  return f'{IMAGE}\n' * count + question
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConversationDataConfig:
   """Where conversations about pictures come from, and how long they may be.

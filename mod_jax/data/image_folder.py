@@ -87,7 +87,9 @@ class FolderImages:
     return key, decoding, self.labels[index]
 
 
-def decode(source: str | bytes, what: str) -> Image.Image:
+def decode(
+  source: str | bytes, what: str, most: int = MAX_PIXELS
+) -> Image.Image:
   """Returns an image as RGB, rotated as its EXIF data says.
 
   Animations give their first frame. Transparency is dropped; of 16-bit values
@@ -96,6 +98,7 @@ def decode(source: str | bytes, what: str) -> Image.Image:
   Args:
     source: a path, or the bytes of a file.
     what: the image's name in errors, such as "image 'a.png'".
+    most: pixels, of which it is refused before it is decoded if it has more.
 
   Raises:
     UnreadableImageError: the image cannot be decoded, or it has a mode without
@@ -104,7 +107,7 @@ def decode(source: str | bytes, what: str) -> Image.Image:
   file = io.BytesIO(source) if isinstance(source, bytes) else source
   try:
     with Image.open(file, formats=_FORMATS) as image:
-      _require_readable(image)
+      _require_readable(image, most)
       image.load()
       return to_rgb(_upright(image))
   except MemoryError:
@@ -319,11 +322,11 @@ def _upright(image: Image.Image) -> Image.Image:
     return image
 
 
-def _require_readable(image: Image.Image) -> None:
-  if image.width * image.height > MAX_PIXELS:
+def _require_readable(image: Image.Image, most: int = MAX_PIXELS) -> None:
+  if image.width * image.height > most:
     raise ValueError(
       f'it has {image.width:,} x {image.height:,} pixels, and at most'
-      f' {MAX_PIXELS:,} are read'
+      f' {most:,} are read'
     )
   require_white(image)
 

@@ -363,7 +363,8 @@ def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
   """Returns out_BLHC of queries that see the cached tokens before them.
 
   Reading caches dominates the time of decoding, so only the first eighth,
-  quarter or half of a large cache is read while all sequences fit into it.
+  quarter or half of a large cache is read while all sequences fit into it. A
+  prompt that may need more than that has no such variants to compile.
   """
 
   def attend(slots):
@@ -373,7 +374,8 @@ def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
     )
 
   fractions = [cache.slots // n for n in (8, 4, 2)]
-  sizes = [n for n in fractions if n >= _SHORT] + [cache.slots]
+  least = max(_SHORT, q_BLHC.shape[1])
+  sizes = [n for n in fractions if n >= least] + [cache.slots]
   if len(sizes) == 1:
     return attend(cache.slots)
   longest = cache.length_B.max()

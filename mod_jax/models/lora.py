@@ -37,11 +37,15 @@ def merge(config, params) -> tuple[Any, Any]:
       for x in (flat[name], flat[f'{adapted}_lora/up/kernel'], merged[kernel])
     )
     # Axes of scanned groups, and of experts or learners.
-    stacks = down.shape[: name.startswith('layers/') + _is_stacked(name)]
+    stacks = down.shape[: _is_scanned(name) + _is_stacked(name)]
     rank = config.lora.rank
     update = down.reshape(*stacks, -1, rank) @ up.reshape(*stacks, rank, -1)
     merged[kernel] = weight + scale * update.reshape(weight.shape)
   return config.with_parts(lora=None), trees.unflatten(merged)
+
+
+def _is_scanned(name: str) -> bool:
+  return 'layers' in name.split('/')  # Perhaps those of a part of the model.
 
 
 def _is_stacked(name: str) -> bool:

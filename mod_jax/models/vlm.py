@@ -19,6 +19,7 @@ from mod_jax import config as config_lib
 from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.stack import StackConfig
 from mod_jax.layers.token_info import IMAGE, KINDS
 from mod_jax.models import lm
@@ -26,8 +27,45 @@ from mod_jax.models.lm import LMConfig, LMOutput
 from mod_jax.models.protocol import StackedConfig
 from mod_jax.models.vit import ViT, ViTConfig
 
+# p-MoD (Zhang et al. 2024).
+P_MOD = MoDConfig(
+  # The paper's formula for any depth; the released code has 32 layers wired in.
+  capacity_schedule='shifted_cosine',
+  period=1,
+  offset=0,
+  kinds=('image',),
+  # The gate weighs the whole update of the chosen tokens. In the released code
+  # it weighs the feed-forward's alone, and that of tokens which pass by, too.
+  gate='alpha_tanh',
+  gate_alpha=0.2,
+  router_bias=True,
+  router_std=0.0,
+  router_loss=0.0,
+)
+# γ-MoD (Luo et al. 2024), in the layers of `gamma_layers` or others.
+GAMMA_MOD = MoDConfig(
+  capacity=0.5,
+  # Questions and answers always enter. The released code takes the first 1,059
+  # positions for image and instructions.
+  kinds=('image', 'text'),
+  # The paper's softmax of two logits is the sigmoid of their difference.
+  gate='sigmoid',
+  shared_router=True,
+  # Cross-entropy against the choice of top-k; here a mean over layers, there a
+  # sum.
+  router_loss=0.01,
+)
 # Kind of the tokens of which nothing else is said.
 _DEFAULT = KINDS.index('question')
+
+
+def gamma_layers(num_layers: int) -> tuple[int, ...]:
+  """Returns the blocks that γ-MoD routes: all but the first three and the last.
+
+  So does the released script, which prints the ranks of attention maps
+  (`--study=arank`) and does not use them.
+  """
+  return tuple(range(3, num_layers - 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

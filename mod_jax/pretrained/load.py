@@ -30,6 +30,7 @@ from mod_jax.runs import best
 from mod_jax.sampling import generation
 from mod_jax.sampling.speculation import Draft
 from mod_jax.serving import chat as chat_lib
+from mod_jax.serving import pictures as pictures_lib
 from mod_jax.serving.engine import Engine
 from mod_jax.tasks import detection as detection_task
 from mod_jax.tasks import make_task, warm_start
@@ -215,12 +216,18 @@ class Run:
   def _transcribe(self, recordings) -> list:
     return self.task.modality.transcribe(self.apply, recordings)
 
-  def _answer(self, asked, **kwargs) -> list[str]:
+  @property
+  def _asked(self):
+    """The task of a model that is asked in words."""
     if self.task is None:
       raise UserError(
-        'predict: there is no tokenizer.json beside the weights of this model:'
-        ' fetch it, too, or use run.apply.'
+        'there is no tokenizer.json beside the weights of this model: fetch it,'
+        ' too, or use run.apply.'
       )
+    return self.task
+
+  def _answer(self, asked, **kwargs) -> list[str]:
+    modality = self._asked.modality
     for question in asked:
       if not (
         isinstance(question, tuple)
@@ -236,7 +243,7 @@ class Run:
       for pictures, _ in asked
     ]
     state = dict(self.variables)
-    return self.task.modality.answers(
+    return modality.answers(
       *(state.pop('params'), state),
       [self.preprocess(pictures) if pictures else [] for pictures in shown],
       [question for _, question in asked],
@@ -286,7 +293,7 @@ class Run:
 
   def chat(
     self,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     *,
     stream: bool = False,
     max_new_tokens: int | None = None,
@@ -295,6 +302,13 @@ class Run:
     """Answers a chat, through the chat template beside the model's tokenizer.
 
         run.chat([{'role': 'user', 'content': 'Name three rivers.'}])
+
+    A model that sees is asked as in training; the content may be a list of
+    parts, with pictures as `predict` takes them:
+
+        parts = [{'type': 'image', 'image': 'photo.jpg'},
+                 {'type': 'text', 'text': 'What is on the table?'}]
+        run.chat([{'role': 'user', 'content': parts}])
 
     Args:
       messages: each with a `role`, such as `user`, and a `content`; the oldest
@@ -310,15 +324,21 @@ class Run:
       UserError: the model has no chat template, or the messages do not fit it,
         or are longer than its longest input; or a setting is out of range.
     """
-    if not isinstance(self.config, LMConfig):
+    if not isinstance(self.config, LMConfig | VLMConfig):
       raise UserError('chat: this is no language model: use run.predict.')
-    source = self.task.modality.tokenizer_source
-    text = chat_lib.render(*source, messages)
-    tokens = self.tokenizer.encode_chat(text)
+    modality, pictures = self._asked.modality, []
+    if isinstance(self.config, VLMConfig):
+      pieces, pictures = pictures_lib.pieces(messages)
+      tokens, settings['kinds'] = modality.encode(pieces)
+      settings['images'] = self.preprocess(pictures) if pictures else []
+    else:
+      text = chat_lib.render(*modality.tokenizer_source, messages)
+      tokens = self.tokenizer.encode_chat(text)
+    length = len(tokens) - len(pictures)
     if max_new_tokens is None:
-      max_new_tokens = max(1, min(256, self.max_length - len(tokens)))
-    room = min(generation.bucket(len(tokens) + max_new_tokens), self.max_length)
-    engine = Engine(self, slots=1, max_length=room)
+      max_new_tokens = max(1, min(256, self.max_length - length))
+    room = min(generation.bucket(length + max_new_tokens), self.max_length)
+    engine = Engine(self, slots=1, max_length=room, pictures=len(pictures))
     engine.submit(tokens, max_new_tokens=max_new_tokens, **settings)
     pieces = (event.text for event in engine.run() if event.text)
     return pieces if stream else ''.join(pieces)

@@ -17,7 +17,7 @@ from mod_jax.layers.routing_config import (
   MoDConfig,
   VisionRoutingConfig,
 )
-from mod_jax.models import acm, lm
+from mod_jax.models import acm, lm, vlm
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
@@ -27,8 +27,11 @@ from mod_jax.tasks import make_task
 from mod_jax.tasks.detection import Detection
 from mod_jax.tasks.images import Images
 from mod_jax.tasks.language import Language
+from mod_jax.tasks.vision_language import VisionLanguage
 
-Method = Literal['amod', 'mod', 'dynamic', 'tome', 'evit', 'acm']
+Method = Literal[
+  *('amod', 'mod', 'dynamic', 'tome', 'evit', 'acm', 'pmod', 'gamma')
+]
 
 
 def route(
@@ -53,11 +56,14 @@ def route(
       in language models; `dynamic` drops patches by prediction heads
       (DynamicViT); `tome` merges similar tokens (ToMe), and `evit` fuses those
       that the class token does not attend to (EViT), both without parameters;
-      `acm` splits layers into learners.
+      `acm` splits layers into learners. `pmod` and `gamma` route the image
+      tokens of language models that see (p-MoD, and γ-MoD, which routes
+      instructions, too).
     capacity: fraction of the tokens that a routed block processes or, with
       `dynamic` and `evit`, that each stage keeps; None for the method's
       default. `acm` has no capacity: it is trained for a budget; nor has
-      `tome`: it merges `r` pairs in each block.
+      `tome`: it merges `r` pairs in each block; nor `pmod`, whose schedule it
+      is.
     key: initialises the new parameters; None for `jax.random.key(0)`.
     **fields: fields of the method's config: `VisionRoutingConfig` or
       `MoDConfig`, `DynamicViTConfig`, `ToMe`, `EViT`, `AdaptiveConfig`.
@@ -79,12 +85,14 @@ def route(
     'tome': _tome,
     'evit': _evit,
     'acm': _acm,
+    'pmod': functools.partial(_of_kinds, vlm.P_MOD),
+    'gamma': _gamma,
   }
   make = config_lib.choose(method, methods, 'method')
-  if isinstance(run.config, VLMConfig):
+  if isinstance(run.config, VLMConfig) != (method in ('pmod', 'gamma')):
     raise UserError(
-      'route: a model that reads pictures is routed by a run: give this one as'
-      ' init, as configs/vlm/scenes.py:pmod does.'
+      f"method={method!r}: 'pmod' and 'gamma' are for models that read pictures"
+      ' and text, and these take no other.'
     )
   if isinstance(run.config, LMConfig) and method not in ('mod', 'acm'):
     raise UserError(
@@ -108,7 +116,8 @@ def route(
       run.experiment, model=config, objective=None
     )
     changed |= {'experiment': experiment, 'task': make_task(experiment)}
-  if isinstance(config, LMConfig):
+  reads = isinstance(config, LMConfig | VLMConfig)
+  if reads and run.task is not None:
     changed['task'].modality.use_tokenizer(*run.task.modality.tokenizer_source)
   return dataclasses.replace(run, **changed)
 
@@ -126,6 +135,16 @@ def _mod(config, variables, key, fields):
     routing, fields = VisionRoutingConfig(), {'score': 'learned', **fields}
   routing = config_lib.replace(routing, fields)
   model = dataclasses.replace(config, routing=routing)
+  return model, _completed(model, config, variables, key)
+
+
+def _gamma(config, variables, key, fields):
+  fields = {'layers': vlm.gamma_layers(config.num_layers), **fields}
+  return _of_kinds(vlm.GAMMA_MOD, config, variables, key, fields)
+
+
+def _of_kinds(routing, config, variables, key, fields):
+  model = config.with_parts(routing=config_lib.replace(routing, fields))
   return model, _completed(model, config, variables, key)
 
 
@@ -176,6 +195,8 @@ def _completed(config, of, source, key):
     modality, merge = Language, functools.partial(lm.merge, config, of)
   elif isinstance(config, DETRConfig):
     modality = Detection
+  elif isinstance(config, VLMConfig):
+    modality = VisionLanguage
   params = merge(
     fresh['params'],
     source['params'],

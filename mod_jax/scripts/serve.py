@@ -42,8 +42,15 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     'max_length',
     None,
-    "Tokens of a prompt and its continuation; by default the run's length of"
-    ' training, and 2,048 at most of a published model.',
+    'Tokens of a prompt and its continuation, besides those of pictures; by'
+    " default the run's length of training, and 2,048 at most of a published"
+    ' model.',
+  )
+  flags.DEFINE_integer(
+    'pictures',
+    None,
+    'Most pictures of a request, of a model that sees; by default as many as in'
+    ' training, and 1 of a published model.',
   )
   flags.DEFINE_string(
     'api_key',
@@ -75,7 +82,12 @@ def main(_) -> None:
     ) from error
   _keep_programs()
   run = load_lib.load(args.model, dtype=args.dtype)
-  engine = Engine(run, slots=args.slots, max_length=args.max_length)
+  engine = Engine(
+    run,
+    slots=args.slots,
+    max_length=args.max_length,
+    pictures=args.pictures,
+  )
   hosts = args.allowed_hosts
   if hosts is None:
     local = args.host in ('localhost', '127.0.0.1', '::1')

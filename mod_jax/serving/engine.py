@@ -1,13 +1,14 @@
 """Continuous batching: many requests share the slots of one decoding state.
 
-`slots.Program.prefill`, compiled for each power of two of prompt lengths, reads
-a whole prompt into its own cache, and `insert` copies that into a free slot;
-`step` adds a token to every active slot. `insert` and `step` donate the state,
-so caches are updated in place. Settings of requests (temperature, limits, seed)
-are arrays with an entry per slot, so nothing compiles after `warm_up`. The host
-reads the tokens of one step while the next one runs. What few requests ask for
-(penalties, biases, schemas, log-probabilities of other tokens) is in programs
-of its own, which run only while such a request has a slot.
+`slots.Program.prefill`, compiled for each power of two of prompt lengths and
+each number of pictures, reads a whole prompt into its own cache, and `insert`
+copies that into a free slot; `step` adds a token to every active slot. `insert`
+and `step` donate the state, so caches are updated in place. Settings of
+requests (temperature, limits, seed) are arrays with an entry per slot, so
+nothing compiles after `warm_up`. The host reads the tokens of one step while
+the next one runs. What few requests ask for (penalties, biases, schemas,
+log-probabilities of other tokens) is in programs of its own, which run only
+while such a request has a slot.
 
 What a request with a schema may write next depends on the token before. Threads
 find it out (`grammar`), and the request sits out the steps until it is known.
@@ -31,7 +32,7 @@ import numpy as np
 
 from mod_jax.errors import UserError, require
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.models import lm
+from mod_jax.models import lm, vlm
 from mod_jax.sampling import generation
 from mod_jax.sampling import logits as logits_lib
 from mod_jax.serving import grammar as grammar_lib
@@ -84,7 +85,10 @@ class _Request:
   """The host's record of a request."""
 
   id: int
-  tokens: list[int]
+  # Tokens and which of them are real, [1, P]: right-padded, since the cache
+  # takes real tokens only.
+  prompt: tuple[np.ndarray, np.ndarray]
+  pictures: dict[str, np.ndarray]  # Further arguments of a `VLM`.
   limit: int
   settings: dict[str, float]
   seed: int
@@ -131,13 +135,15 @@ class Engine:
   in each step for all slots together.
 
   Args:
-    run: a language model, as `mod_jax.load` returns it.
+    run: a language model, or one that sees, as `mod_jax.load` returns it.
     slots: number of requests that are decoded at a time.
-    max_length: most tokens of a prompt and its continuation together; None for
-      the run's `default_length`. Every slot's cache has room for so many from
-      the beginning.
+    max_length: most tokens of a prompt and its continuation together, besides
+      those of pictures; None for the run's `default_length`. Every slot's cache
+      has room for so many from the beginning.
     mode: how routed blocks choose tokens; None for the first causal rule that
       the model was trained for.
+    pictures: most pictures of a request, for which every slot has room, too, of
+      a model that sees; None for as many as a row of its data has.
 
   Raises:
     UserError: the run is not a language model, or has no causal rule.
@@ -150,15 +156,24 @@ class Engine:
     slots: int = 8,
     max_length: int | None = None,
     mode: RoutingMode | str | None = None,
+    pictures: int | None = None,
   ):
-    if not isinstance(run.config, lm.LMConfig):
+    sees = isinstance(run.config, vlm.VLMConfig)
+    if not sees and not isinstance(run.config, lm.LMConfig):
       raise UserError(
         'the engine continues texts: give a language model, and for pictures'
         ' use run.predict.'
       )
-    config, variables = lm.unrolled_variables(run.config, run.variables)
+    config, variables = run.config.unrolled(run.variables)
     if max_length is None:
       max_length = run.default_length
+    if pictures is None:
+      pictures = run.experiment.data.pictures if sees else 0
+    require(
+      pictures >= 0 and (sees or not pictures),
+      '0 or more, and 0 for a model of text alone',
+      pictures=pictures,
+    )
     for name, value in (('slots', slots), ('max_length', max_length)):
       if value < 1:
         raise UserError(f'{name}={value}: expected at least 1.')
@@ -167,8 +182,14 @@ class Engine:
     generation.check_rule(config, mode)
     self.tokenizer, self._encode = run.tokenizer, run.encode
     self.slots, self.max_length, self.mode = slots, max_length, mode
+    self.pictures = pictures
     end_token = None if run.tokenizer is None else run.tokenizer.eos_id
-    self._program = slots_lib.Program(config, mode, max_length, end_token)
+    if sees and run.task is not None:
+      end_token = run.task.modality.end
+    places = pictures * config.num_patches if sees else 0
+    self._program = slots_lib.Program(
+      *(config, mode, max_length + places, places, end_token)
+    )
     self._grammars = None
     if run.tokenizer is not None and grammar_lib.available():
       self._grammars = grammar_lib.Grammars(run.tokenizer, config.vocab_size)
@@ -209,11 +230,13 @@ class Engine:
     schema: Mapping[str, Any] | grammar_lib.Grammar | None = None,
     stop: str | list[str] | tuple[str, ...] = (),
     seed: int = 0,
+    images: Sequence[np.ndarray] = (),
+    kinds: Sequence[int] | None = None,
   ) -> int:
     """Queues a request, and returns its number.
 
     Args:
-      prompt: a text, or its tokens.
+      prompt: a text, or its tokens, with one placeholder for each picture.
       max_new_tokens: most tokens to add; None for as many as fit.
       temperature: of sampling; 0 takes the likeliest token.
       top_k: sample among this many likeliest tokens; 0 for all.
@@ -230,11 +253,14 @@ class Engine:
         made of it.
       stop: the continuation ends before the first of these texts.
       seed: of the sampling.
+      images: the pictures, as `run.preprocess` makes them.
+      kinds: index into `token_info.KINDS` of each token of the prompt; None for
+        `question`.
 
     Raises:
       UserError: the prompt is empty or has tokens outside the vocabulary; it
-        does not fit a slot; a setting is out of range; or the schema is not
-        supported.
+        does not fit a slot, or its pictures; a setting is out of range; or the
+        schema is not supported.
     """
     stops = (stop,) if not isinstance(stop, list | tuple) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
@@ -244,16 +270,18 @@ class Engine:
     if stops and self.tokenizer is None:
       raise UserError('this model has no tokenizer: give no stop texts.')
     tokens = self.encode(prompt)
+    length = len(tokens) - len(images)
     if max_new_tokens is None:
-      max_new_tokens = max(1, self.max_length - len(tokens))
+      max_new_tokens = max(1, self.max_length - length)
     if max_new_tokens < 1:
       raise UserError(f'max_new_tokens={max_new_tokens}: expected 1 or more.')
-    if len(tokens) + max_new_tokens > self.max_length:
+    if length + max_new_tokens > self.max_length:
       raise UserError(
-        f'A prompt of {len(tokens)} tokens and {max_new_tokens} new ones do not'
+        f'A prompt of {length} tokens and {max_new_tokens} new ones do not'
         f' fit max_length={self.max_length}: shorten the prompt, ask for fewer'
         ' tokens, or raise max_length.'
       )
+    arrays, pictures = self._placed(tokens, images, kinds)
     logits_lib.check(temperature, top_k, top_p, min_p)
     require(0 <= seed < 2**32, '0 to 2**32 - 1', seed=seed)
     extras = self._checked_extras(
@@ -266,7 +294,8 @@ class Engine:
       constraint = self._grammars.start(schema)
     request = _Request(
       id=next(self._ids),
-      tokens=tokens,
+      prompt=arrays,
+      pictures=pictures,
       limit=max_new_tokens,
       settings={
         'temperature': temperature,
@@ -305,6 +334,40 @@ class Engine:
         f"{size}: tokenise with the model's own tokenizer."
       )
     return tokens
+
+  def _placed(self, tokens, images, kinds):
+    """Returns the fields `prompt` and `pictures` of a request."""
+    config, text = self._program.config, len(tokens) - len(images)
+    if not isinstance(config, vlm.VLMConfig):
+      require(
+        len(images) == 0,
+        'none, for a model of text alone',
+        images=len(images),
+      )
+      tokens_1P, valid_1P = generation.pad_prompts([tokens])
+      padding = ((0, 0), (0, generation.bucket(text) - text))
+      return (np.pad(tokens_1P, padding), np.pad(valid_1P, padding)), {}
+    require(
+      len(images) <= self.pictures,
+      f'at most {self.pictures}, for which this engine has room: show fewer, or'
+      ' raise its pictures',
+      images=len(images),
+    )
+    placed = vlm.place_images(
+      *(config, [tokens], [images], None if kinds is None else [kinds]),
+      text=generation.bucket(text),
+    )
+    (tokens_1P, images_1IHWC), given = placed.inputs
+    prompt = (tokens_1P, given.pop('valid_BL'))
+    return prompt, {'images_BIHWC': images_1IHWC, **given}
+
+  def num_read(self, tokens: Sequence[int]) -> int:
+    """Returns how many tokens a prompt has with those of its pictures."""
+    config, count = self._program.config, len(tokens)
+    if isinstance(config, vlm.VLMConfig):
+      placed = list(tokens).count(config.image_token)
+      count += placed * (config.num_patches - 1)
+    return count
 
   def _checked_extras(self, frequency, presence, bias, num_likeliest):
     """Returns the arguments of `extras_of` that are not the default."""
@@ -493,10 +556,22 @@ class Engine:
     while not lengths or lengths[-1] < most:
       longest = generation.bucket(lengths[-1] + 1 if lengths else 1)
       lengths.append(max(1, min(longest, most)))
-    programs = [
-      (f'prompts of up to {n} tokens', {'prompt': [0] * n}) for n in lengths
-    ]
-    extras = {'prompt': [0], 'presence_penalty': 1.0}
+    config, image, filler, size = self._program.config, None, 0, 0
+    if isinstance(config, vlm.VLMConfig):
+      image, size = config.image_token, config.image_size
+      filler = int(image == 0)
+    programs = []
+    for count in range(self.pictures + 1):
+      shown = [np.zeros((size, size, 3), np.float32)] * count
+      beside = f' and {count} pictures' if self.pictures else ''
+      programs += [
+        (
+          f'prompts of up to {n} tokens{beside}',
+          {'prompt': [image] * count + [filler] * n, 'images': shown},
+        )
+        for n in lengths
+      ]
+    extras = {'prompt': [filler], 'presence_penalty': 1.0}
     programs.insert(1, ('penalties, biases and schemas', extras))
     for i, (name, settings) in enumerate(programs):
       report(f'{i + 1} of {len(programs)}: {name}')
@@ -518,7 +593,9 @@ class Engine:
       running=int(taken_B.sum()),
       waiting=len(self._waiting),
       skipped=float(skipped / max(1, read_B.sum() * config.num_layers)),
-      filled=float((read_B * taken_B).sum() / (self.slots * self.max_length)),
+      filled=float(
+        (read_B * taken_B).sum() / (self.slots * self._program.room)
+      ),
     )
 
   def _drop_cancelled(self) -> None:
@@ -539,16 +616,11 @@ class Engine:
       self._state = self._program.release(self._state, slot)
 
   def _insert(self, request: _Request, slot: int, mask_W) -> None:
-    count = len(request.tokens)
-    # Right-padded: the cache takes real tokens only.
-    tokens_1P = np.zeros((1, generation.bucket(count)), np.int32)
-    tokens_1P[0, :count] = request.tokens
-    valid_1P = np.arange(tokens_1P.shape[1])[None] < count
     rows = slots_lib.rows_of(
       [request.limit], [request.seed], [request.settings]
     )
     cache, logits_1V = self._program.prefill(
-      self._variables, tokens_1P, valid_1P, rows
+      self._variables, *request.prompt, rows, request.pictures
     )
     changes = gate = None
     if not request.plain and self._extras is None:

@@ -216,13 +216,24 @@ class Completion(_Request):
     return [self.prompt] if is_single else self.prompt
 
 
-class _Part(pydantic.BaseModel):
+class _Text(pydantic.BaseModel):
   type: Literal['text'] = 'text'
   text: str
 
 
+class _ImageUrl(pydantic.BaseModel):
+  url: str
+  detail: Any = None
+
+
+class _Picture(pydantic.BaseModel):
+  type: Literal['image_url']
+  image_url: _ImageUrl
+
+
 def _joined(content):
-  if isinstance(content, list):
+  """Returns parts as one text, if there is no picture among them."""
+  if isinstance(content, list) and all(isinstance(x, _Text) for x in content):
     return ''.join(part.text for part in content)
   return content
 
@@ -234,9 +245,12 @@ class _Message(pydantic.BaseModel):
 
   role: str
   content: Annotated[
-    str | _list(_Part) | None,
+    str | _list(_Text | _Picture) | None,
     pydantic.AfterValidator(_joined),
-    _expected('a text, or a list of parts; only texts are read'),
+    _expected(
+      'a text, or a list of parts: of the type text, with a text, or image_url,'
+      ' with a url'
+    ),
   ] = None
 
 

@@ -9,7 +9,8 @@ disconnect are cancelled. `scripts/serve.py` starts the server.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import base64
+from collections.abc import AsyncIterator, Callable, Iterator
 import concurrent.futures
 import contextlib
 import hashlib
@@ -22,6 +23,7 @@ import time
 from typing import Any
 
 from absl import logging
+import numpy as np
 from starlette.applications import Starlette
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -29,15 +31,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from mod_jax.data import augment
 from mod_jax.errors import UserError
+from mod_jax.models import vlm
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving import metrics as metrics_lib
-from mod_jax.serving import requests
+from mod_jax.serving import pictures, requests
 from mod_jax.serving.engine import Engine, Event, Load
 from mod_jax.serving.text_process import TextProcess
 
 LOOPBACK = ('localhost', '127.0.0.1', '[::1]')
-MAX_BYTES = 2**20  # Largest body of a request.
+MAX_BYTES = 2**20  # Largest body of a request, besides its pictures.
 # Threads that wait for the text process, and so its concurrent jobs.
 _TEXTS = 4
 # Seconds after which a running step of the engine is reported as stuck.
@@ -171,8 +175,9 @@ class Worker:
 
 class _Server:
   def __init__(self, engine: Engine, run: Any, name: str, queue: int):
-    self.engine, self.name = engine, name
+    self.engine, self.name, self._run = engine, name, run
     self._tokenizer = run.tokenizer
+    self._most_bytes = MAX_BYTES + engine.pictures * pictures.MAX_ENCODED
     self._metrics = metrics_lib.Metrics()
     self.worker = Worker(engine, self._metrics)
     self._begun = int(time.time())
@@ -269,7 +274,7 @@ class _Server:
 
   async def _answered(self, request, kind) -> Response:
     try:
-      api_request = requests.parse(kind, await _body(request))
+      api_request = requests.parse(kind, await _body(request, self._most_bytes))
       return await _while_connected(request, self._answer(api_request))
     except UserError as error:
       raise _Refused(str(error)) from error
@@ -283,29 +288,31 @@ class _Server:
     with contextlib.ExitStack() as stack:
       count = (1 if chat else len(asked.prompts)) * asked.choices
       stack.enter_context(self._place(count))
-      most = self.engine.max_length
+      most, shown = self.engine.max_length, {}
       if chat:
-        messages = [m.model_dump(exclude_unset=True) for m in asked.messages]
-        prompts = await self._read('encode_chat', messages, most)
+        prompts, shown = await self._read_chat(asked)
       elif isinstance(asked.prompts[0], str):
         prompts = await self._read('encode', asked.prompts, most)
       else:
         prompts = asked.prompts
-      settings = asked.settings()
+      settings = [{**choice, **shown} for choice in asked.settings()]
       if asked.schema is not None:
         grammar = await self._compiled(asked.schema)
         settings = [{**choice, 'schema': grammar} for choice in settings]
       events = await self._submit(
         list(itertools.product(prompts, settings)), stack
       )
-      self._metrics.count_prompt(sum(map(len, prompts)))
+      read = sum(map(self.engine.num_read, prompts))
+      self._metrics.count_prompt(read)
       head = {
         'id': f'{"chatcmpl" if chat else "cmpl"}-{time.time_ns()}',
         'object': 'chat.completion' if chat else 'text_completion',
         'created': int(time.time()),
         'model': self.name,
       }
-      answer = _Answer(head, prompts, asked, events, self._tokenizer)
+      answer = _Answer(
+        *(head, len(prompts), read, asked, events, self._tokenizer)
+      )
       if not asked.stream:
         return await answer.whole()
       if chat:
@@ -337,12 +344,52 @@ class _Server:
     finally:
       self._taken -= count
 
+  async def _read_chat(self, asked) -> tuple[list[list[int]], dict[str, Any]]:
+    """Returns a list of one prompt, and what a model that sees gets besides."""
+    most = self.engine.max_length
+    messages = [m.model_dump(exclude_unset=True) for m in asked.messages]
+    if not isinstance(self._run.config, vlm.VLMConfig):
+      if any(isinstance(m.content, list) for m in asked.messages):
+        raise UserError(
+          'this model reads texts alone: leave the pictures out, or serve a'
+          ' model that sees.'
+        )
+      return await self._read('encode_chat', messages, most), {}
+    pieces, urls = pictures.pieces(messages)
+    if len(urls) > self.engine.pictures:
+      raise UserError(
+        f'{len(urls)} pictures in one request: expected at most'
+        f' {self.engine.pictures}.'
+      )
+    encoded = [pictures.base64_of(fields['url']) for fields in urls]
+    images = [await self._picture(data) for data in encoded]
+
+    def encode(text):
+      return self._run.task.modality.encode(
+        pieces, lambda texts: text.call('encode_parts', texts, most)
+      )
+
+    tokens, kinds = await self._with_text(encode)
+    return [tokens], {'images': images, 'kinds': kinds}
+
+  async def _picture(self, encoded: str) -> np.ndarray:
+    """Returns a picture as the model takes it."""
+    preprocess = self._run.preprocess
+    fitted = await self._read('fit_picture', encoded, preprocess.fit.keywords)
+    pixels = np.frombuffer(base64.b64decode(fitted), np.uint8)
+    image_SSC = pixels.reshape(*[preprocess.image_size] * 2, 3)
+    return augment.normalize(image_SSC, preprocess.mean, preprocess.std)
+
   async def _read(self, job, *args) -> Any:
     """Calls a method of the text process."""
+    return await self._with_text(lambda text: text.call(job, *args))
+
+  async def _with_text(self, function: Callable[[TextProcess], Any]) -> Any:
+    """Calls a function of the text process, in a thread."""
     if self._text is None:
       raise UserError('this model has no tokenizer: give tokens.')
     try:
-      return await self._in_thread(self._text.call, job, *args)
+      return await self._in_thread(function, self._text)
     except OSError as error:
       raise _Refused(
         f'the tokenizer cannot be reached: {error}', 503
@@ -390,11 +437,12 @@ async def _next(events: asyncio.Queue):
 class _Answer:
   """The answer to a request, from the events of its choices."""
 
-  def __init__(self, head, prompts, asked, events, tokenizer):
-    self._head, self._prompts, self._asked = head, prompts, asked
+  def __init__(self, head, prompts, read, asked, events, tokenizer):
+    # `read` tokens, in all prompts together.
+    self._head, self._read, self._asked = head, read, asked
     self._events, self._tokenizer = events, tokenizer
     self._chat = isinstance(asked, requests.Chat)
-    self._count = len(prompts) * asked.choices
+    self._count = prompts * asked.choices
     self._new = 0  # Tokens that were generated.
 
   async def _until_ended(self) -> AsyncIterator[tuple[int, Event]]:
@@ -440,11 +488,10 @@ class _Answer:
     yield 'data: [DONE]\n\n'
 
   def _usage(self) -> dict[str, int]:
-    prompt = sum(map(len, self._prompts))
     return {
-      'prompt_tokens': prompt,
+      'prompt_tokens': self._read,
       'completion_tokens': self._new,
-      'total_tokens': prompt + self._new,
+      'total_tokens': self._read + self._new,
     }
 
   def _choice(self, index, text, reason, events, key) -> dict[str, Any]:
@@ -506,7 +553,7 @@ class _Stream(StreamingResponse):
       await super().__call__(scope, receive, send)
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, most: int) -> bytes:
   """Returns the body of a request; refuses long ones and other content types.
 
   Insisting on JSON guards against cross-site requests: browsers send other
@@ -518,8 +565,8 @@ async def _body(request: Request) -> bytes:
   data = bytearray()
   async for part in request.stream():
     data += part
-    if len(data) > MAX_BYTES:
-      raise _Refused(f'the request has more than {MAX_BYTES} bytes.', 413)
+    if len(data) > most:
+      raise _Refused(f'the request has more than {most} bytes.', 413)
   return bytes(data)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.models import lm
+from mod_jax.models import lm, vlm
 from mod_jax.sampling import generation
 
 # Stands for a token's index in `_key`, for the routing scores of the prompt.
@@ -101,24 +101,31 @@ class Gate:
 class Program:
   """The compiled functions, and the static values that they depend on."""
 
-  config: lm.LMConfig  # With unrolled layers.
+  config: lm.LMConfig | vlm.VLMConfig  # With unrolled layers.
   mode: RoutingMode
   room: int  # Tokens that a slot holds.
+  image_places: int  # As `TokenInfo.image_places`, of each slot.
   end_token: int | None
 
   def empty(self, batch, length_B=None):
-    return lm.LMCache.empty(self.config, batch, self.room, self.mode, length_B)
+    return lm.LMCache.empty(
+      *(self.config, batch, self.room, self.mode, length_B, self.image_places)
+    )
 
   @functools.partial(jax.jit, static_argnums=0)
-  def prefill(self, variables, tokens_1P, valid_1P, rows: Rows):
-    """Returns the cache of a prompt, and the logits after it."""
+  def prefill(self, variables, tokens_1P, valid_1P, rows: Rows, pictures):
+    """Returns the cache of a prompt, and the logits after it.
+
+    `pictures` are further arguments of a `VLM`.
+    """
     # The request's own length, so that the room in the caches of routed blocks
     # does not depend on other requests.
     length_1 = valid_1P.sum(axis=-1) + rows.limit_B
     key = _key(rows.seed_B[0], _ROUTING)
     logits_1V, _, cache, _ = generation.read_prompts(
-      *(lm.LanguageModel(self.config), variables, tokens_1P, valid_1P),
+      *(self.config.build(), variables, tokens_1P, valid_1P),
       *(self.empty(1, length_1), self.mode, key),
+      **pictures,
     )
     return cache, logits_1V
 
@@ -163,7 +170,7 @@ class Program:
     rows = state.rows
     reads_B = rows.active_B if gate is None else rows.active_B & ~gate.held_B
     logits_B1V, cache, _ = generation.read(
-      lm.LanguageModel(self.config),
+      self.config.build(),
       variables,
       *(rows.token_B[:, None], reads_B[:, None]),
       *(state.cache, self.mode, key),

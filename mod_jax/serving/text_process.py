@@ -4,7 +4,8 @@ Both come with the model's folder, which may be untrusted, and both are
 programs: a regular expression may backtrack for hours, and a template may loop
 or exhaust the memory. Python cannot interrupt them: the tokenizer's Rust code
 holds the GIL while it runs, so in the server's own process no other thread
-would run and no signal be handled.
+would run and no signal be handled. Pictures, which come with requests, are
+decoded here for the same reason.
 
 So a separate process loads the tokenizer once and forks for each connection.
 The kernel kills a fork that exceeds its CPU time or memory; the other forks and
@@ -12,6 +13,7 @@ the server go on. This module has both sides: `TextProcess` is the server's, and
 run as a script, the module is the separate process.
 """
 
+import base64
 import contextlib
 import json
 import os
@@ -25,7 +27,7 @@ import sys
 import tempfile
 from typing import Any
 
-from mod_jax.data import tokenizers
+from mod_jax.data import augment, image_folder, tokenizers
 from mod_jax.errors import UserError
 from mod_jax.serving import chat, grammar
 
@@ -34,6 +36,8 @@ from mod_jax.serving import chat, grammar
 _SECONDS = {
   'encode': 2.0,
   'encode_chat': 2.0,
+  'encode_parts': 2.0,
+  'fit_picture': 2.0,
   'check_schema': 2.0,
   'decode_after': 0.25,
 }
@@ -41,12 +45,15 @@ _SECONDS = {
 _JOBS = {
   'encode': "the model's tokenizer on this text",
   'encode_chat': "the model's chat template or tokenizer on this chat",
+  'encode_parts': "the model's tokenizer on this chat",
+  'fit_picture': 'decoding this picture',
   'check_schema': 'compiling this JSON schema',
   'decode_after': "the model's tokenizer on these tokens",
 }
 _WALL = 10  # Times as many seconds may pass.
 _MEMORY = 2**30  # Bytes that a fork may allocate beyond its initial size.
 _MOST_REPLY = 2**22  # Largest reply, in bytes.
+MAX_PIXELS = 2**25  # Of a picture; decoded, these take 100 MB.
 
 
 class TextProcess:
@@ -167,6 +174,27 @@ class _Texts:
     text = chat.render(self._kind, self._path, messages)
     return [self._tokens(self._tokenizer.encode_chat, text, most)]
 
+  def encode_parts(self, texts: list[str], most: int) -> list[list[int]]:
+    """Returns the tokens of parts of a text; refuses more than `most`."""
+    return [self._tokens(self._tokenizer.encode, text, most) for text in texts]
+
+  def fit_picture(self, encoded: str, fit: dict) -> str:
+    """Returns the pixels of a picture as a model's input has them.
+
+    Args:
+      encoded: bytes of a file, in base64, as is the result.
+      fit: further arguments of `augment.center_crop`.
+    """
+    try:
+      file = base64.b64decode(encoded, validate=True)
+    except ValueError as error:
+      raise UserError(
+        f'the data of a picture are no base64 ({error}): encode its file anew.'
+      ) from error
+    image = image_folder.decode(file, 'a picture', MAX_PIXELS)
+    fitted = augment.center_crop(image, **fit)
+    return base64.b64encode(fitted.tobytes()).decode()
+
   def check_schema(self, schema: dict) -> None:
     """Refuses a JSON schema that cannot be compiled, or not in time."""
     grammar.check(schema)
@@ -216,7 +244,7 @@ class _Handler(socketserver.StreamRequestHandler):
     except UserError as error:
       refusal = f'{error!s:.500}'
     except BaseException as error:  # Rust's PanicException is no Exception.
-      refusal = f"the model's tokenizer or template failed: {error!r:.500}"
+      refusal = f'{_JOBS[name]} failed: {error!r:.500}'
     reply = json.dumps([result, refusal]).encode() + b'\n'
     signal.setitimer(signal.ITIMER_PROF, 0)
     signal.setitimer(signal.ITIMER_REAL, 0)

@@ -6,7 +6,7 @@ have one budget only) and `curves.png` (the losses of each group's best run at
 the highest budget over steps, training FLOPs and time).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -151,9 +151,18 @@ def _or_why(function, *args):
 def comparisons(
   fitted: Sequence[Fitted], reference: str
 ) -> list[dict[str, Any]]:
-  """Compares the minima with the reference group's; a row for each method."""
+  """Compares the minima with the reference group's; a row for each method.
+
+  The `compute_multiplier` of a group is the factor by which the reference would
+  need more training FLOPs for a loss as low, along the line between its minima
+  at neighbouring budgets. It is missing where the reference has one minimum.
+  """
   rows = []
   baselines = {f.curve.budget: f for f in fitted if f.curve.group == reference}
+  slopes = {
+    method: _slopes(baselines.values(), method)
+    for method in ('parabola', 'joint')
+  }
   for this in fitted:
     other = baselines.get(this.curve.budget)
     if this.curve.group == reference or other is None:
@@ -166,16 +175,67 @@ def comparisons(
         minimum.log_params.map(lambda x, c=side.curve: np.log(c.forward_at(x)))
         for minimum, side in ((ours, this), (theirs, other))
       )
-      rows.append(
-        {
-          'group': this.curve.group,
-          'budget': this.curve.budget,
-          'method': method,
-          'params_ratio': ours.log_params.minus(theirs.log_params).map(np.exp),
-          'flops_ratio': our_flops.minus(their_flops).map(np.exp),
-          'loss_difference': ours.loss.minus(theirs.loss),
-        }
-      )
+      row = {
+        'group': this.curve.group,
+        'budget': this.curve.budget,
+        'method': method,
+        'params_ratio': ours.log_params.minus(theirs.log_params).map(np.exp),
+        'flops_ratio': our_flops.minus(their_flops).map(np.exp),
+        'loss_difference': ours.loss.minus(theirs.loss),
+      }
+      slope = slopes[method].get(this.curve.budget)
+      if slope:
+        row['compute_multiplier'] = row['loss_difference'].map(
+          lambda x, slope=slope: np.exp(x / slope)
+        )
+      rows.append(row)
+  return rows
+
+
+def _slopes(baselines: Iterable[Fitted], method: str) -> dict[float, float]:
+  """Returns d loss / d ln FLOPs of the minima, by budget."""
+  minima = {
+    f.curve.budget: getattr(f, method).loss.value
+    for f in baselines
+    if not isinstance(getattr(f, method), str)
+  }
+  if len(minima) < 2:
+    return {}
+  budgets = sorted(minima)
+  losses = [minima[budget] for budget in budgets]
+  return dict(
+    zip(budgets, np.gradient(losses, np.log(budgets)).tolist(), strict=True)
+  )
+
+
+def pooled(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Averages a group's compute multipliers over budgets, in logarithms.
+
+  Each budget weighs by the inverse variance of its draws.
+  """
+  by_curve = {}
+  for row in compared:
+    if 'compute_multiplier' in row:
+      estimates = by_curve.setdefault((row['group'], row['method']), [])
+      estimates.append(row['compute_multiplier'].map(np.log))
+  rows = []
+  for (group, method), estimates in by_curve.items():
+    if len(estimates) < 2:
+      continue
+    weights = np.array([1 / estimate.draw_R.var() for estimate in estimates])
+    weights /= weights.sum()
+    mean = optimum.Estimate(
+      float(weights @ [estimate.value for estimate in estimates]),
+      weights @ [estimate.draw_R for estimate in estimates],
+    )
+    rows.append(
+      {
+        'group': group,
+        'method': method,
+        'budgets': len(estimates),
+        'compute_multiplier': mean.map(np.exp),
+      }
+    )
   return rows
 
 
@@ -269,6 +329,7 @@ def record(results: Results, fitted, surfaces, reference) -> dict[str, Any]:
       for name, value in row.items()
     }
 
+  compared = comparisons(fitted, reference)
   return {
     'interval': optimum.LEVEL,
     'curves': [
@@ -287,7 +348,8 @@ def record(results: Results, fitted, surfaces, reference) -> dict[str, Any]:
       for f in fitted
     ],
     'surfaces': {name: plain(outcome) for name, outcome in surfaces.items()},
-    'comparisons': [plain_row(row) for row in comparisons(fitted, reference)],
+    'comparisons': [plain_row(row) for row in compared],
+    'pooled': [plain_row(row) for row in pooled(compared)],
     'equal_steps': [plain_row(row) for row in at_equal_steps(results)],
     'causal': causal(results),
   }
@@ -325,7 +387,12 @@ def table(fit_record: Mapping[str, Any]) -> str:
       f'  {row["group"]} at {row["budget"]:g}, {row["method"]}: parameters x'
       f' {_written(row["params_ratio"], ".2f")}, FLOPs of a forward pass x'
       f' {_written(row["flops_ratio"], ".2f")}, loss'
-      f' {_written(row["loss_difference"], "+.4f")}'
+      f' {_written(row["loss_difference"], "+.4f")}{_multiplier(row)}'
+    )
+  for row in fit_record['pooled']:
+    lines.append(
+      f'  {row["group"]}, {row["budgets"]} budgets together,'
+      f' {row["method"]}{_multiplier(row)}'
     )
   for row in fit_record['equal_steps']:
     lines.append(
@@ -341,6 +408,12 @@ def table(fit_record: Mapping[str, Any]) -> str:
       f' {row["loss_difference"]:+.4f}'
     )
   return '\n'.join(lines)
+
+
+def _multiplier(row) -> str:
+  if 'compute_multiplier' not in row:
+    return ''
+  return f', compute x {_written(row["compute_multiplier"], ".2f")}'
 
 
 def _written(estimate, form) -> str:

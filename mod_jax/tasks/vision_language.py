@@ -1,7 +1,8 @@
 """Questions about pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import functools
+import itertools
 
 import grain
 import jax
@@ -84,22 +85,33 @@ class VisionLanguage(Modality):
   # Rows.
 
   def encode(
-    self, pieces: Sequence[tuple[data_lib.Kind, str]]
+    self,
+    pieces: Sequence[tuple[data_lib.Kind, str]],
+    encode_all: Callable[[list[str]], Iterable[list[int]]] | None = None,
   ) -> tuple[list[int], list[int]]:
     """Returns tokens of pieces of a text, and the number of each one's kind.
 
     Each picture is one placeholder, and each answer ends with `end`. The pieces
     are encoded one by one, so that the kind of each token is known.
+
+    Args:
+      pieces: kind and text of each.
+      encode_all: returns the tokens of texts; None for the tokenizer.
     """
     tokens, kinds = [], []
     if self.tokenizer.bos_id is not None:
       tokens, kinds = [self.tokenizer.bos_id], [KINDS.index('text')]
-    for kind, text in pieces:
-      for i, part in enumerate(text.split(data_lib.IMAGE)):
+    parts = [text.split(data_lib.IMAGE) for _, text in pieces]
+    texts = list(itertools.chain(*parts))
+    if encode_all is None:
+      encode_all = functools.partial(map, self.tokenizer.encode)
+    encoded = iter(encode_all(texts))
+    for (kind, _), of_piece in zip(pieces, parts, strict=True):
+      for i in range(len(of_piece)):
         if i:
           tokens.append(self.config.model.image_token)
           kinds.append(IMAGE)
-        ids = self.tokenizer.encode(part)
+        ids = next(encoded)
         tokens += ids
         kinds += [KINDS.index(kind)] * len(ids)
       if kind == 'answer':
@@ -371,8 +383,7 @@ class VisionLanguage(Modality):
     model = self.config.model
     rows, kinds = [], []
     for shown, question in zip(pictures, questions, strict=True):
-      if data_lib.IMAGE not in question:
-        question = f'{data_lib.IMAGE}\n' * len(shown) + question
+      question = data_lib.with_pictures(question, len(shown))
       tokens, kinds_of_row = self.encode(data_lib.prompt(question))
       rows.append(tokens)
       kinds.append(kinds_of_row)

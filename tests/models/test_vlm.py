@@ -14,8 +14,9 @@ import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import flops, trees
 from mod_jax.errors import UserError
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.token_info import KINDS
-from mod_jax.models import lm, vlm
+from mod_jax.models import lm, lora, vlm
 from mod_jax.models.vit import ViTConfig
 from mod_jax.pretrained.load import Run
 
@@ -247,9 +248,53 @@ def test_the_model_refuses_what_was_not_placed():
     (lambda: dataclasses.replace(DENSE, feature_layer=3), '1 to 2'),
     (lambda: routed(PMOD, threshold_decay=0.9), 'threshold_decay=0'),
     (lambda: routed(PMOD, predictor_width=4), 'predictor_width=0'),
-    (lambda: mod_jax.route(Run(config=DENSE, variables={})), 'as init'),
+    (
+      lambda: mod_jax.route(Run(config=DENSE, variables={})),
+      "method='amod': 'pmod' and 'gamma' are for models that read pictures",
+    ),
+    (
+      lambda: mod_jax.route(Run(config=tiny.LM, variables={}), 'pmod'),
+      "method='pmod': 'pmod' and 'gamma' are for",
+    ),
   ],
 )
 def test_settings_that_do_not_fit_are_refused(make, sentence):
   with pytest.raises(UserError, match=sentence):
     make()
+
+
+@pytest.mark.parametrize(
+  ('method', 'fields'),
+  [('pmod', {}), ('gamma', {'layers': (1, 2)})],
+)
+def test_route_keeps_the_dense_weights(method, fields):
+  dense = Run(config=DENSE, variables=variables(DENSE))
+  run = mod_jax.route(dense, method, **fields)
+  assert run.config == routed({'pmod': PMOD, 'gamma': GAMMA}[method])
+  flat = trees.flatten(run.variables['params'])
+  routers = {name for name in flat if 'router' in name}
+  assert routers
+  kept = {name: x for name, x in flat.items() if name not in routers}
+  tiny.same(kept, trees.flatten(dense.variables['params']))
+  if method == 'pmod':  # Its gate starts as 1: what enters is not weighed.
+    assert not any(flat[name].any() for name in routers)
+
+
+def test_adapters_of_the_language_model_merge_into_it():
+  adapters = LoRAConfig(rank=2, maps=(r'block_\d+/attention/(query|value)',))
+  config, inputs = DENSE.with_parts(lora=adapters), placed()
+  params = variables(config)['params']
+  named = lora.adapters(params)
+  assert len(named) == 3 * 2 * 2
+  assert all(name.startswith('language/block_') for name in named)
+  merged, weights = lora.merge(config, params)
+  assert merged == DENSE
+  real = inputs.valid_BL
+  found = output(config, inputs).logits_BLV[real]
+  without = trees.unflatten(
+    {n: x for n, x in trees.flatten(params).items() if n not in named}
+  )
+  base = output(DENSE, inputs, {'params': without}).logits_BLV[real]
+  assert np.abs(found - base).max() > 1e-2
+  again = output(DENSE, inputs, {'params': weights}).logits_BLV[real]
+  np.testing.assert_allclose(again, found, atol=1e-4)

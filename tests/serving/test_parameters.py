@@ -1,15 +1,12 @@
 """Every parameter of the server, by the client that everybody has."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 
 import jsonschema
@@ -18,8 +15,8 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 import pytest
 import tiny
+from tiny_server import client_of, serving
 import tokenizers
-import uvicorn
 
 import mod_jax
 from mod_jax.data.text import TextDataConfig
@@ -28,7 +25,6 @@ from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.pretrained.load import Run
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving import grammar
-from mod_jax.serving import server as server_lib
 from mod_jax.serving.engine import Engine
 
 pytestmark = pytest.mark.slow
@@ -124,42 +120,9 @@ def run(folder):
   return mod_jax.load(folder)
 
 
-@contextlib.contextmanager
-def serving(engine, run, **kwargs):
-  """Yields a client of a server in a thread."""
-  with socket.socket() as sock:
-    sock.bind(('127.0.0.1', 0))
-    port = sock.getsockname()[1]
-  app = server_lib.app(engine, run, name='tiny', queue=6, **kwargs)
-  server = uvicorn.Server(
-    uvicorn.Config(
-      app, port=port, log_level='warning', timeout_graceful_shutdown=5
-    )
-  )
-  thread = threading.Thread(target=server.run, daemon=True)
-  thread.start()
-  while not server.started:
-    time.sleep(0.01)
-  try:
-    yield client_of(port)
-  finally:
-    server.should_exit = True
-    thread.join(timeout=30)
-    assert not thread.is_alive()
-
-
-def client_of(port, key='none'):
-  return openai.OpenAI(
-    base_url=f'http://127.0.0.1:{port}/v1',
-    api_key=key,
-    max_retries=0,
-    timeout=60,
-  )
-
-
 @pytest.fixture(scope='module')
 def client(run):
-  with serving(Engine(run, slots=4), run) as client:
+  with serving(Engine(run, slots=4), run, queue=6) as client:
     yield client
 
 
@@ -485,7 +448,7 @@ def scrape(client, key=None):
 
 def test_metrics_and_the_key(run):
   engine = Engine(run, slots=2)
-  with serving(engine, run, key='secret') as stranger:
+  with serving(engine, run, queue=6, key='secret') as stranger:
     port = stranger.base_url.port
     for wrong in (stranger, client_of(port, 'secret2')):
       with pytest.raises(openai.AuthenticationError, match='needs its API key'):

@@ -6,14 +6,13 @@ import dataclasses
 import json
 import socket
 import sys
-import threading
 import time
 
 import jinja2
 import openai
 import pytest
 import tiny
-import uvicorn
+from tiny_server import serving
 
 from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
@@ -70,37 +69,6 @@ def run(tmp_path_factory):
     data, tokenizer='huggingface', tokenizer_path=str(learned)
   )
   return tiny.run(tiny.experiment(model, data))
-
-
-@contextlib.contextmanager
-def serving(engine, run):
-  """Yields a client of a server in a thread."""
-  with socket.socket() as sock:
-    sock.bind(('127.0.0.1', 0))
-    port = sock.getsockname()[1]
-  app = server_lib.app(engine, run, name='tiny', queue=4)
-  settings = uvicorn.Config(
-    app,
-    port=port,
-    log_level='warning',
-    timeout_graceful_shutdown=server_lib.STOP_LIMIT,
-  )
-  server = uvicorn.Server(settings)
-  thread = threading.Thread(target=server.run, daemon=True)
-  thread.start()
-  while not server.started:
-    time.sleep(0.01)
-  try:
-    yield openai.OpenAI(
-      base_url=f'http://127.0.0.1:{port}/v1',
-      api_key='none',
-      max_retries=0,
-      timeout=60,
-    )
-  finally:
-    server.should_exit = True
-    thread.join(timeout=30)
-    assert not thread.is_alive()
 
 
 @pytest.fixture(scope='module')
@@ -188,7 +156,7 @@ def test_a_chat_follows_the_template(client, alone):
   again = client.chat.completions.create(**asked, max_tokens=7)
   assert again.choices[0].message == found.choices[0].message
   parts[0] = {'type': 'image_url', 'image_url': {'url': 'x'}}
-  with pytest.raises(openai.BadRequestError, match='only texts are read'):
+  with pytest.raises(openai.BadRequestError, match='reads texts alone'):
     client.chat.completions.create(**asked)
 
 

@@ -114,6 +114,22 @@ def test_published_minima(tmp_path, command):
     assert 1 < ratio['low'] < mod[0] / dense[0] < ratio['high']
     forward = rows[budget]['flops_ratio']
     assert forward['value'] == pytest.approx(0.56 * ratio['value'], rel=1e-3)
+    # Dense models on the straight line through this budget and the next one
+    # reach the routed models' loss with so many times the FLOPs.
+    multiplier = rows[budget]['compute_multiplier']
+    assert 1 < multiplier['low'] < multiplier['value'] < multiplier['high']
+  budgets = sorted(PUBLISHED)
+  losses = [PUBLISHED[budget][0][1] for budget in budgets]
+  slope = (losses[1] - losses[0]) / np.log(budgets[1] / budgets[0])
+  gain = rows[budgets[0]]['loss_difference']['value']
+  assert rows[budgets[0]]['compute_multiplier']['value'] == pytest.approx(
+    np.exp(gain / slope), rel=0.05
+  )
+  (together,) = (row for row in told['pooled'] if row['method'] == 'parabola')
+  assert (together['group'], together['budgets']) == ('mod', 3)
+  each = [row['compute_multiplier']['value'] for row in rows.values()]
+  assert min(each) < together['compute_multiplier']['value'] < max(each)
+  assert 'mod, 3 budgets together, parabola, compute x' in out
   assert 'mod at 1e+20, parabola: parameters x' in out
   assert 'and 1 that diverged' in out
   assert 'mod at 1e+20, threshold: loss +0.0020' in out
