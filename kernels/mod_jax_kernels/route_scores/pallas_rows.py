@@ -103,46 +103,51 @@ def _call(kernel, inputs, outputs):
 
 
 def _seen(length, valid, causal):
-  """Returns seen_QK, or a row of it, or None if every key is seen."""
-  seen = None if valid is None else valid[...] > 0
+  """Returns seen_QK, or None if every query sees every key."""
+  # Broadcast numbers: Mosaic may not broadcast truth values.
+  seen_QK = None if valid is None else _every_query(valid) > 0
   if causal:
     earlier_QK = _iota(length, 0) >= _iota(length, 1)
-    seen = earlier_QK if seen is None else earlier_QK & seen
-  return seen
+    seen_QK = earlier_QK if seen_QK is None else earlier_QK & seen_QK
+  return seen_QK
+
+
+def _every_query(row):
+  """Returns the row [1, K] for each query: [K, K]."""
+  return jnp.broadcast_to(row[...], (row.shape[1], row.shape[1]))
 
 
 def _iota(length, axis):
   return jax.lax.broadcasted_iota(jnp.int32, (length, length), axis)
 
 
-def _logits(q_QC, k_KC, seen):
+def _logits(q_QC, k_KC, seen_QK):
   logit_QK = product(q_QC, k_KC, (1, 1)) * q_QC.shape[-1] ** -0.5
-  return logit_QK if seen is None else jnp.where(seen, logit_QK, _LOWEST)
+  return logit_QK if seen_QK is None else jnp.where(seen_QK, logit_QK, _LOWEST)
 
 
 def _forward_kernel(q, k, v, valid, out, column, lse, *, heads, causal):
   length, width = q.shape
   channels = width // heads
-  seen = _seen(length, valid, causal)
-  blind_Q1 = None
+  seen_QK = _seen(length, valid, causal)
   if valid is not None:
-    # Queries lie along the other axis than the mask's tokens.
-    own_QK = (_iota(length, 0) == _iota(length, 1)) & (valid[...] > 0)
-    blind_Q1 = jnp.max(own_QK.astype(jnp.float32), axis=1, keepdims=True) == 0
+    # Turn the row of tokens into a column of queries.
+    same_QK = _iota(length, 0) == _iota(length, 1)
+    own_QK = jnp.where(same_QK, _every_query(valid), 0)
+    valid_Q1 = own_QK.max(axis=1, keepdims=True)
   map_QK = jnp.zeros((length, length), jnp.float32)
   for h in range(heads):
     of_head = slice(h * channels, (h + 1) * channels)
-    logit_QK = _logits(q[:, of_head], k[:, of_head], seen)
+    logit_QK = _logits(q[:, of_head], k[:, of_head], seen_QK)
     top_Q1 = logit_QK.max(axis=1, keepdims=True)
-    if blind_Q1 is not None:
-      blind_Q1 |= top_Q1 < _LOWEST / 10
     weight_QK = jnp.exp(logit_QK - top_Q1)
     total_Q1 = weight_QK.sum(axis=1, keepdims=True)
     lse_Q1 = top_Q1 + jnp.log(total_Q1)
     inverse_Q1 = 1 / total_Q1
-    if blind_Q1 is not None:
-      lse_Q1 = jnp.where(blind_Q1, reference.BLIND, lse_Q1)
-      inverse_Q1 = jnp.where(blind_Q1, 0, inverse_Q1)
+    if valid is not None:
+      sees_any_Q1 = (top_Q1 > _LOWEST / 10) & (valid_Q1 > 0)
+      lse_Q1 = jnp.where(sees_any_Q1, lse_Q1, reference.BLIND)
+      inverse_Q1 = jnp.where(sees_any_Q1, inverse_Q1, 0)
     weight_QK *= inverse_Q1
     map_QK += weight_QK
     out_QC = product(weight_QK.astype(v.dtype), v[:, of_head])
@@ -156,11 +161,11 @@ def _backward_kernel(
 ):
   length, width = q.shape
   channels = width // heads
-  seen = _seen(length, valid, causal)
+  seen_QK = _seen(length, valid, causal)
   for h in range(heads):
     of_head = slice(h * channels, (h + 1) * channels)
     q_QC, k_KC, v_KC, dout_QC = (x[:, of_head] for x in (q, k, v, dout))
-    weight_QK = jnp.exp(_logits(q_QC, k_KC, seen) - lse[:, h : h + 1])
+    weight_QK = jnp.exp(_logits(q_QC, k_KC, seen_QK) - lse[:, h : h + 1])
     dweight_QK = product(dout_QC, v_KC, (1, 1))
     if dcolumn is not None:
       dweight_QK += dcolumn[...]
