@@ -7,6 +7,9 @@ import jax.numpy as jnp
 from mod_jax_kernels import dispatch
 
 LANES = 128  # Lanes of a TPU's vector registers.
+# On-chip memory for kernels with large blocks: more than the compiler's
+# default, and less than any current TPU has.
+VMEM_BYTES = 60 * 2**20
 
 
 def product(a, b, contract=(1, 0)):

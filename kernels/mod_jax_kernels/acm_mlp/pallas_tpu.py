@@ -18,11 +18,12 @@ from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles as tiles_lib
 from mod_jax_kernels.acm_mlp import reference
 from mod_jax_kernels.acm_mlp.tiles import TILES
-from mod_jax_kernels.pallas_parts import block_of, interpret, product
-
-# More than the default, because weights are held in large blocks; less than any
-# current TPU has.
-_VMEM_BYTES = 60 * 2**20
+from mod_jax_kernels.pallas_parts import (
+  VMEM_BYTES,
+  block_of,
+  interpret,
+  product,
+)
 
 
 @dispatch.jit(static_argnames='activation')
@@ -262,7 +263,7 @@ def _bias(b1_NF):
 def _options(*semantics):
   return {
     'compiler_params': pltpu.CompilerParams(
-      dimension_semantics=semantics, vmem_limit_bytes=_VMEM_BYTES
+      dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES
     ),
     'interpret': interpret(),
   }

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch, tiles
 from mod_jax_kernels.pallas_parts import LANES, product
-from mod_jax_kernels.route_scores import reference
+from mod_jax_kernels.route_scores import pallas_rows, reference
 from mod_jax_kernels.route_scores.tiles import TILES
 
 _LOWEST = -1e30
@@ -25,6 +25,8 @@ _LOWEST = -1e30
 @dispatch.jit(static_argnames='causal')
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   """See `reference.forward`; the mask is valid_BL."""
+  if pallas_rows.fits(q_BLHC):
+    return pallas_rows.forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, causal=causal)
   batch, length, heads, channels = q_BLHC.shape
   block, padded = _block(length)
   q_BHCL, k_BHCL, v_BHCL = (
@@ -83,6 +85,8 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
 def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   """See `reference.backward`; the mask is valid_BL."""
   q_BLHC, k_BLHC, v_BLHC, mask_BL, out_BLHC, lse_BHL = residuals
+  if pallas_rows.fits(q_BLHC):
+    return pallas_rows.backward(dout_BLHC, dcolumn_BL, residuals, causal=causal)
   batch, length, heads, channels = q_BLHC.shape
   block, padded = _block(length)
   blocks = padded // block
