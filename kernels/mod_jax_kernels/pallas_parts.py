@@ -34,6 +34,21 @@ def block_of(length: int, most: int) -> int:
   return max((b for b in sizes if not length % b), default=length)
 
 
+def of_present(kernel, inputs):
+  """Returns a kernel that gets no blocks of the inputs that are None.
+
+  The given one is called with None in their places.
+  """
+
+  def present(*refs):
+    remaining = iter(refs)
+    kernel(
+      *(None if x is None else next(remaining) for x in inputs), *remaining
+    )
+
+  return present
+
+
 def interpret():
   """Returns the argument `interpret` of `pallas_call`."""
   if dispatch.interpreting():

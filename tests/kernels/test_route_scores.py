@@ -103,6 +103,16 @@ class TestRouteScores(OpTests):
         ', whole rows': {},
       }.items()
     ),
+    # Rows that are interleaved, in groups of heads or all of them.
+    Case('interleaved', backends=PALLAS, shape=(8, 9, 3, 48), masked='tokens'),
+    Case(
+      'interleaved, bfloat16',
+      backends=PALLAS,
+      shape=(32, 21, 4, 64),
+      dtype='bfloat16',
+      masked='tokens',
+      causal=True,
+    ),
     *(
       Case(str(options), backends=['triton'], **options)
       for options in [
@@ -152,19 +162,25 @@ class TestRouteScores(OpTests):
   # way where a row fits.
   targets = tuple(
     Target(platform=platform, calls=calls, **program)
-    for platform, all_calls in {'tpu': (4, 2), 'cuda': (4, 4)}.items()
-    for calls, program in zip(
-      all_calls,
-      [
+    for program, all_calls in [
+      (
         {'args': shapes(8, 1024, 6, 64, 'bfloat16'), 'without': maps(1024)},
+        {'tpu': 4, 'cuda': 4},
+      ),
+      (
         {
           'args': shapes(2, 197, 3, 48, 'float32', masked=True),
           'static': {'causal': True},
           'without': maps(197),
         },
-      ],
-      strict=True,
-    )
+        {'tpu': 2, 'cuda': 4},
+      ),
+      (
+        {'args': shapes(16, 197, 4, 64, 'bfloat16', masked=True)},
+        {'tpu': 2},
+      ),
+    ]
+    for platform, calls in all_calls.items()
   )
 
   # Hidden keys may have infinite weights, in rows that are then set to 0.

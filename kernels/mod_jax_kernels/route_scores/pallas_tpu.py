@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch, tiles
-from mod_jax_kernels.pallas_parts import LANES, product
+from mod_jax_kernels.pallas_parts import LANES, of_present, product
 from mod_jax_kernels.route_scores import pallas_rows, reference
 from mod_jax_kernels.route_scores.tiles import TILES
 
@@ -204,15 +204,8 @@ def _along(block, index, heads=lambda b, h, *_: h):
 def _call(kernel, grid, inputs, outputs, *, scratch, parallel=3):
   """Calls a kernel; absent inputs are passed to it as None."""
   present = [(x, spec) for x, spec in inputs if x is not None]
-
-  def kernel_of_present(*refs):
-    remaining = iter(refs)
-    kernel(
-      *(None if x is None else next(remaining) for x, _ in inputs), *remaining
-    )
-
   return pl.pallas_call(
-    kernel_of_present,
+    of_present(kernel, [x for x, _ in inputs]),
     grid=grid,
     in_specs=[spec(x.shape) for x, spec in present],
     out_specs=[spec(shape) for shape, _, spec in outputs],
