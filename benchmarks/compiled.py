@@ -3,25 +3,30 @@
     python benchmarks/compiled.py
 
 Compiles `route_scores` and `acm_mlp` at the sizes of a ViT-B on 128 images in
-bfloat16, forward and with all gradients, and beside them XLA's own program for
-the same: the whole attention map, and a static MLP.
+bfloat16, forward and with all gradients, and beside them other programs for the
+same: XLA's own, which makes the whole attention map, or is a static MLP; and
+`route_scores` in blocks, as longer rows take it.
 
-For a chip of each kind of TPU this takes libtpu, and tells the cycles that the
-compiler estimates, those of them outside of kernels (copies, gathers, sorts),
-and the bytes that operations read and write. The estimates of kernels are in
-what the compiler writes when it is asked to; a tile of `acm_mlp` counts with
-all of its learners. For an H200 it takes Triton, and tells registers, spilled
-bytes and shared memory of each kernel, as ptxas assembles it. Floors: every
-array moved once, and every product at the peak. The result is written beside
-this file as JSON.
+For a chip of each kind of TPU this takes libtpu, and tells cycles, those of
+them outside of kernels (copies, gathers, sorts) by operation, and bytes. XLA
+estimates the cycles of most of its own operations. For kernels and for the
+others they are the instructions that they issue, counted in the assembled code
+by the bounds of its loops, with all branches taken: a tile of `acm_mlp` counts
+with all of its learners. That leaves out waits for memory. Bytes are what XLA
+counts for its own operations, and every array of a kernel once. For an H200 it
+takes Triton, and tells registers, spilled bytes and shared memory of each
+kernel, as ptxas assembles it. Floors: every array moved once, and every product
+at the peak. The result is written beside this file as JSON.
 """
 
 import collections
 import dataclasses
-import glob
 import importlib.util
+import itertools
 import json
+import math
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -33,12 +38,16 @@ import jax.numpy as jnp
 import kernel_cases
 
 from mod_jax import peaks
+from mod_jax.prove import slices
+from mod_jax_kernels import tiles
 import results as results_lib
 
 _DEVICES = flags.DEFINE_list('devices', ['v5e', 'v5p', 'H200'], 'Which.')
 _OPS = flags.DEFINE_list('ops', ['route_scores', 'acm_mlp'], 'Which.')
 _DIRECTIONS = flags.DEFINE_list('directions', ['forward', 'gradient'], 'Which.')
-_PROGRAMS = flags.DEFINE_list('programs', ['kernels', 'xla'], 'Which.')
+_PROGRAMS = flags.DEFINE_list(
+  'programs', ['kernels', 'blocks', 'xla'], 'Which.'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +145,8 @@ def minimum(op: str, direction: str) -> tuple[float, float]:
   return moved, products * product
 
 
-def on_tpu(name: str, op: str, direction: str, implementation, folder) -> dict:
+def on_tpu(name: str, op: str, direction: str, which: str, folder) -> dict:
   """Returns what the TPU compiler tells; `folder` is where it writes."""
-  from mod_jax.prove import slices
-
   chip = CHIPS[name]
   (found,) = slices.parse(chip.topology)
   args = shapes(op)
@@ -147,72 +154,113 @@ def on_tpu(name: str, op: str, direction: str, implementation, folder) -> dict:
     args += args[:1]
   sharding = jax.sharding.SingleDeviceSharding(found.devices()[0])
   jitted = jax.jit(
-    program(op, direction, implementation),
+    program(op, direction, 'xla' if which == 'xla' else None),
     in_shardings=sharding,
     out_shardings=sharding,
   )
-  for path in glob.glob(f'{folder}/**/*.t*xt*', recursive=True):
-    os.remove(path)
-  with slices.quick_compiler():
+  for path in folder.iterdir():
+    path.unlink()
+  sizes = {'row': 0} if which == 'blocks' else {}
+  with slices.quick_compiler(), tiles.trying(**sizes):
     compiled = jitted.lower(*args).compile()
-  cycles, kernels = estimates(compiled.as_text(), profiles(folder))
-  memory = compiled.cost_analysis()['bytes accessed']
+  found = operations(compiled.as_text(), folder)
+  kernels = [x for x in found if x['kernel']]
+  outside = collections.Counter()
+  for x in found:
+    if not x['kernel']:
+      outside[x['opcode']] += x['cycles']
   moved, flops = minimum(op, direction)
   return {
-    'cycles': cycles,
-    'outside_kernels': cycles - kernels,
-    'bytes': memory,
-    'spills': spills(folder),
+    'cycles': sum(x['cycles'] for x in found),
+    'outside_kernels': sum(outside.values()),
+    'outside': {k: n for k, n in outside.most_common() if n},
+    'bytes': compiled.cost_analysis()['bytes accessed']
+    + sum(x['bytes'] for x in kernels),
+    'spills': sum(x['spills'] for x in kernels),
     'floor_cycles': chip.floor(moved, flops),
     'floor_bytes': moved,
   }
 
 
-def profiles(folder: str) -> dict[str, int]:
-  """Returns cycles by operation, as the compiler has written them."""
-  found = {}
-  for path in glob.glob(f'{folder}/profile/*.textproto'):
-    with open(path) as file:
-      text = file.read()
-    name = re.search(r'hlo_op_name: "([^"]+)"', text)
-    cycles = re.search(r'estimated_cycles: (\d+)', text)
-    if name and cycles:
-      found[name[1]] = int(cycles[1])
+def operations(text: str, folder: pathlib.Path) -> list[dict]:
+  """Returns the operations of a compiled program.
+
+  Args:
+    text: of the program, with XLA's estimates.
+    folder: has the assembled code of each operation.
+  """
+  code = {}
+  for path in folder.glob('*-final_*.txt'):
+    match = re.match(r'\d+-(.+)-\d+-final_(bundles|hlo-.*)', path.stem)
+    if match:
+      code[match[1], match[2] == 'bundles'] = path
+  found = []
+  for line in text[text.index('\nENTRY') :].splitlines():
+    match = re.match(
+      r'\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([a-z-]+)\(%?[^)]*\)', line
+    )
+    if not match:
+      continue
+    name, result, opcode = match.groups()
+    estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
+    if estimate:
+      cycles = int(estimate[1])
+    elif (name, True) in code:
+      cycles = issued(code[name, True].read_text())
+    else:
+      continue
+    kernel = 'tpu_custom_call' in line
+    about = {'name': name, 'opcode': opcode, 'cycles': cycles, 'kernel': kernel}
+    if kernel:
+      operands = re.search(r'operand_layout_constraints=\{(.*?\})\}', line)
+      about['bytes'] = num_bytes(f'{result} {operands[1]}')
+      about['spills'] = spills(code[name, False].read_text())
+    found.append(about)
   return found
 
 
-def estimates(text: str, profile: dict[str, int]) -> tuple[int, int]:
-  """Returns the estimated cycles of a program, and those in kernels.
+def issued(code: str) -> int:
+  """Returns how many bundles of instructions assembled code issues."""
+  loops = [[0, 1]]  # Bundles of the open loops, and how often they run.
 
-  Args:
-    text: of the compiled program, with estimates of XLA's own operations.
-    profile: of `profiles`, which also has the others.
-  """
-  total = kernels = 0
-  like = collections.Counter()
-  for line in text[text.index('\nENTRY') :].splitlines():
-    match = re.match(r'\s+(?:ROOT )?%?([\w.-]+) = ', line)
-    if not match:
-      continue
-    name = match[1]
-    own = re.search(r'"estimated_cycles":"(\d+)"', line)
-    cycles = int(own[1]) if own else profile.get(name, 0)
-    like[name] += 1
-    total += cycles
-    kernels += cycles * ('tpu_custom_call' in line)
-  return total, kernels
+  def close():
+    bundles, times = loops.pop()
+    loops[-1][0] += bundles * times
+
+  for line in code.splitlines():
+    match = re.match(
+      r'\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*(>*) (.*)', line
+    )
+    if match:
+      label, depth, bundle = match.groups()
+      # A bundle without instructions does not tell its depth.
+      depth = len(depth) if not bundle.startswith('{}') else len(loops) - 1
+      while len(loops) - 1 > depth - (label == 'LB'):
+        close()
+      if label == 'LB':
+        loops.append([0, 1])
+      loops[-1][0] += 1
+    bound = re.search(r'scmp\.ge\.s32\S* %\S+, (\d+) /\* loop exit', line)
+    if bound:
+      loops[-1][1] = int(bound[1])
+  while len(loops) > 1:
+    close()
+  return loops[0][0]
 
 
-def spills(folder: str) -> int | None:
-  """Returns how many instructions of kernels spill a vector register."""
-  total, found = 0, False
-  for path in glob.glob(f'{folder}/*final_hlo-static-per-bundle-util*.txt'):
-    with open(path) as file:
-      lines = file.read().splitlines()
-    column = lines[1].split(', ').index('VSTORE:SPILL')
-    found = True
-    total += sum(int(line.split()[column]) for line in lines[4:] if line)
-  return total if found else None
+def spills(utilization: str) -> int:
+  """Returns how many instructions spill a vector register."""
+  lines = utilization.splitlines()
+  column = lines[1].split(', ').index('VSTORE:SPILL')
+  return sum(int(line.split()[column]) for line in lines[4:] if line)
+
+
+def num_bytes(types: str) -> int:
+  """Returns the bytes of all arrays in a text such as `(bf16[8,128]{1,0})`."""
+  return sum(
+    math.prod(map(int, filter(None, shape.split(',')))) * int(bits) // 8
+    for bits, shape in re.findall(r'[a-z](\d+)\[([\d,]*)\]', types)
+  )
 
 
 def on_hopper(op: str, direction: str) -> list[dict]:
@@ -273,29 +321,23 @@ def assembled(kernel) -> dict:
 def main(_):
   cells = []
   with tempfile.TemporaryDirectory() as folder:
-    os.mkdir(f'{folder}/profile')
     # Read once, as libtpu is loaded.
-    os.environ['LIBTPU_INIT_ARGS'] = (
-      f'--xla_jf_dump_to={folder}'
-      f' --xla_jf_dump_static_llo_profile_to={folder}/profile'
-    )
-    for device in _DEVICES.value:
-      for op in _OPS.value:
-        for direction in _DIRECTIONS.value:
-          for which in _PROGRAMS.value:
-            cell = {
-              **{'device': device, 'op': op, 'direction': direction},
-              'program': which,
-            }
-            if device in CHIPS:
-              implementation = {'kernels': None, 'xla': 'xla'}[which]
-              cell |= on_tpu(device, op, direction, implementation, folder)
-            elif which == 'kernels':
-              cell['kernels'] = on_hopper(op, direction)
-            else:
-              continue  # XLA compiles for GPUs only where one is.
-            cells.append(cell)
-            print(json.dumps(cell), file=sys.stderr, flush=True)
+    os.environ['LIBTPU_INIT_ARGS'] = f'--xla_jf_dump_to={folder}'
+    for device, op, direction, which in itertools.product(
+      *(_DEVICES.value, _OPS.value, _DIRECTIONS.value, _PROGRAMS.value)
+    ):
+      if which == 'blocks' and (op != 'route_scores' or device not in CHIPS):
+        continue
+      if which == 'xla' and device not in CHIPS:
+        continue  # XLA compiles for GPUs only where one is.
+      cell = {'device': device, 'op': op, 'direction': direction}
+      cell['program'] = which
+      if device in CHIPS:
+        cell |= on_tpu(device, op, direction, which, pathlib.Path(folder))
+      else:
+        cell['kernels'] = on_hopper(op, direction)
+      cells.append(cell)
+      print(json.dumps(cell), file=sys.stderr, flush=True)
   results_lib.save(__file__, {'cells': cells})
 
 

@@ -5,7 +5,7 @@
 # a program holds a block of the first kind and loops over those of the second.
 TILES = {
   # Rows of up to `row` tokens are not cut into blocks.
-  'pallas': {'': {'block': 512, 'row': 512}},
+  'pallas': {'': {'block': 512, 'row': 640}},
   'triton': {
     '': {
       'forward_queries': 128,
