@@ -50,7 +50,7 @@ def beside_torch(script: str, sizes: str, tiny: str) -> list[str]:
 def stages() -> dict[str, dict[str, list[str]]]:
   """Returns the commands of each stage by name."""
   tiny_lm = '--rounds=2 --width=64 --layers=2 --length=32 --batch=2'
-  tiny_vit = '--rounds=1 --image_size=64'
+  tiny_vit = '--rounds=1 --image_size=112 --layers=4'
   lm = '--dtype=bfloat16 --length=2048 --vocab=32768'
   vit = '--dtype=bfloat16 --batch=128'
   infer = '--dtype=bfloat16 --batches=1,32,256'

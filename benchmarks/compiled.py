@@ -21,7 +21,6 @@ at the peak. The result is written beside this file as JSON.
 
 import collections
 import dataclasses
-import importlib.util
 import itertools
 import json
 import math
@@ -170,12 +169,13 @@ def on_tpu(name: str, op: str, direction: str, which: str, folder) -> dict:
     if not x['kernel']:
       outside[x['opcode']] += x['cycles']
   moved, flops = minimum(op, direction)
+  memory = compiled.cost_analysis()['bytes accessed']
+  memory += sum(x['bytes'] for x in kernels)
   return {
     'cycles': sum(x['cycles'] for x in found),
     'outside_kernels': sum(outside.values()),
     'outside': {k: n for k, n in outside.most_common() if n},
-    'bytes': compiled.cost_analysis()['bytes accessed']
-    + sum(x['bytes'] for x in kernels),
+    'bytes': memory,
     'spills': sum(x['spills'] for x in kernels),
     'floor_cycles': chip.floor(moved, flops),
     'floor_bytes': moved,
@@ -294,14 +294,15 @@ def on_hopper(op: str, direction: str) -> list[dict]:
 
 def assembled(kernel) -> dict:
   """Returns registers of a thread and spilled bytes of a compiled kernel."""
-  triton = importlib.util.find_spec('triton').submodule_search_locations[0]
+  from triton.backends.nvidia import compiler
+
   with tempfile.TemporaryDirectory() as folder:
     path = f'{folder}/kernel.ptx'
     with open(path, 'w') as file:
       file.write(kernel.binary)
     told = subprocess.run(
       [
-        *(f'{triton}/backends/nvidia/bin/ptxas', '-v', '--gpu-name=sm_90a'),
+        *(compiler.get_ptxas(90).path, '-v', '--gpu-name=sm_90a'),
         *(path, '-o', f'{folder}/kernel.cubin'),
       ],
       capture_output=True,

@@ -5,8 +5,10 @@ import gzip
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 from PIL import Image
@@ -57,14 +59,18 @@ CASES = {
 
 # Bytes over the minimum, and the share of the estimated cycles that is not in
 # kernels, of each operation on a TPU.
-MOVED = {'route_scores': (1.5, 0.1), 'acm_mlp': (9.0, 0.5)}
+MOVED = {'route_scores': (1.05, 0.05), 'acm_mlp': (9.5, 0.25)}
 # Bytes that kernels for GPUs spill to memory: what is not here, none.
-SPILLED = {}
+SPILLED = {'_up': 52}
+
+
+def command(script, *args):
+  return [sys.executable, f'benchmarks/{script}.py', *(f'--{a}' for a in args)]
 
 
 def run(script, *args):
   result = subprocess.run(
-    [sys.executable, f'benchmarks/{script}.py', *(f'--{a}' for a in args)],
+    command(script, *args),
     cwd=ROOT,
     env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '1'},
     capture_output=True,
@@ -194,7 +200,18 @@ def test_models_that_see_are_compared(tmp_path):
 
 
 def test_all_that_an_accelerator_is_asked(tmp_path):
-  run('accelerator', 'tiny', f'workdir={tmp_path}')
+  args = 'accelerator', 'tiny', f'workdir={tmp_path}'
+  first = tmp_path / 'kernels' / 'errors.json'
+  # Killed in its second part, the command goes on.
+  process = subprocess.Popen(command(*args), cwd=ROOT, start_new_session=True)
+  while not first.exists() and process.poll() is None:
+    time.sleep(0.1)
+  os.killpg(process.pid, signal.SIGKILL)
+  process.wait()
+  assert first.exists()
+  before = first.stat().st_mtime_ns
+  run(*args)
+  assert first.stat().st_mtime_ns == before
   stages = 'kernels', 'kernel_times', 'training', 'decoding'
   found = {
     name: json.loads((tmp_path / f'{name}.json').read_text())
@@ -215,14 +232,14 @@ def test_all_that_an_accelerator_is_asked(tmp_path):
   times = {p: p.stat().st_mtime_ns for p in tmp_path.glob('*/*.json')}
   again = tmp_path / 'kernel_times' / 'token_select.json'
   again.unlink()
-  out = run('accelerator', 'tiny', f'workdir={tmp_path}')
+  out = run(*args)
   assert len(out.splitlines()) == 1
   for path, before in times.items():
     assert (path.stat().st_mtime_ns > before) == (path == again), path
 
 
 def test_kernels_move_and_spill_no_more_than_they_did():
-  for module in ('libtpu', 'jax_triton', 'jax_cuda13_plugin'):
+  for module in ('libtpu', 'jax_triton'):
     pytest.importorskip(module)
   out = run(
     *('compiled', 'nosave', 'devices=v5e,H200'),
