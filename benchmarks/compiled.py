@@ -177,6 +177,7 @@ def on_tpu(name: str, op: str, direction: str, which: str, folder) -> dict:
     'outside': {k: n for k, n in outside.most_common() if n},
     'bytes': memory,
     'spills': sum(x['spills'] for x in kernels),
+    'memory_cycles': chip.floor(memory, 0)['bytes'],
     'floor_cycles': chip.floor(moved, flops),
     'floor_bytes': moved,
   }
@@ -195,6 +196,7 @@ def operations(text: str, folder: pathlib.Path) -> list[dict]:
     if match:
       code[match[1], match[2] == 'bundles'] = path
   found = []
+  issued_by = {}  # Equal operations share their code.
   for line in text[text.index('\nENTRY') :].splitlines():
     match = re.match(
       r'\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([a-z-]+)\(%?[^)]*\)', line
@@ -207,8 +209,9 @@ def operations(text: str, folder: pathlib.Path) -> list[dict]:
       cycles = int(estimate[1])
     elif (name, True) in code:
       cycles = issued(code[name, True].read_text())
+      issued_by[opcode, result] = cycles
     else:
-      continue
+      cycles = issued_by.get((opcode, result), 0)
     kernel = 'tpu_custom_call' in line
     about = {'name': name, 'opcode': opcode, 'cycles': cycles, 'kernel': kernel}
     if kernel:

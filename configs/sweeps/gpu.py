@@ -162,7 +162,7 @@ def hour_tune() -> SweepConfig:
 
 def hour_tiny() -> SweepConfig:
   """Returns a small version of `hour`."""
-  return dataclasses.replace(paper.tiny(hour()), budgets=(5e8,), num_sizes=(3,))
+  return dataclasses.replace(paper.tiny(hour()), budgets=(1e9,), num_sizes=(3,))
 
 
 VARIANTS = {
