@@ -1,10 +1,9 @@
 """Learners on TPUs.
 
 XLA gathers the tokens in order before the kernel, and its results back after
-it, so that tiles of tokens are contiguous. These two copies of [T, D] are cheap
-relative to the products with N · F hidden units per token; rows copied within
-the kernel would be too short for TPUs to read efficiently. Hidden units stay on
-the chip, and both kernels of the gradient recompute them.
+it, so that tiles of tokens are contiguous. That is the largest part of the time
+which does not depend on the number of learners. Hidden units stay on the chip,
+and both kernels of the gradient recompute them.
 """
 
 import functools
