@@ -14,10 +14,9 @@ and no auxiliary loss; moving thresholds are the causal rule. The learning rate
 is that of the laptop's sweep (`configs/sweeps/laptop.py`), for all models; runs
 at half and at twice that rate tell whether one kind of model is favoured by it.
 
-There are two plans: `width 64`, whose 33 runs take some five hours of one CPU
-core, and `width 96`, three times the steps of twice the tokens, some 28.
-`--runs='width 64'` chooses. Each run is one line of `recovery.jsonl` beside
-this file; see `study.py`.
+There are two plans of 42 runs each, of which `--runs='width 64'` chooses the
+cheaper one; `width 96` has three times the steps and twice the tokens. Each run
+is one line of `recovery.jsonl` beside this file; see `study.py`.
 """
 
 import dataclasses

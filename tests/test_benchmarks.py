@@ -180,6 +180,29 @@ def test_detectors_are_compared(tmp_path):
   assert line['cpu_seconds'] > 0
 
 
+def test_what_routed_blocks_recover(tmp_path):
+  """A tenth of the cost for three tenths of the gain, or two by thresholds."""
+  models = {
+    'dense, 4 blocks': (3.0, None, 100),
+    'MoD, 4 full and 4 routed blocks': (2.97, 2.98, 110),
+    'dense, 8 blocks': (2.9, None, 200),
+  }
+  lines = [
+    {
+      'run': f'width 64, rows of 32, {name}/{seed}',
+      'loss': loss + 0.2 * seed,
+      'threshold_rule': by_threshold and by_threshold + 0.2 * seed,
+      'forward_flops': cost,
+    }
+    for name, (loss, by_threshold, cost) in models.items()
+    for seed in range(2)
+  ]
+  (tmp_path / 'recovery.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+  out = run('recovery', 'tiny', 'table', f'workdir={tmp_path}')
+  (row,) = (x for x in out.splitlines() if x.startswith('| 64 | 32 | 2 | '))
+  assert row.endswith('| 0.100 ± 0.000 | 10% | 30% ± 0% | 20% ± 0% |')
+
+
 def test_models_that_see_are_compared(tmp_path):
   args = ('tiny', 'seeds=0', f'workdir={tmp_path}')
   out = run('vlm_scenes', *args, 'runs=^(captions|dense)/')

@@ -68,6 +68,15 @@ TINY = {
     'LONG': 64,
     'REPEATS': 1,
   },
+  # The models are trained and small; recordings and questions are few.
+  '7_speech': {
+    'SENTENCE': 'lumi',
+    'VOICES': (1, 2),
+    'FRAMES': 64,
+    'HELD_OUT': 4,
+    'MODEL': None,
+  },
+  '8_pictures': {'PICTURES': (0,), 'ASKED': 1, 'MODEL': None},
 }
 
 

@@ -43,6 +43,7 @@ MODEL = Wav2Vec2Config(
 DATA = AudioDataConfig(
   rate=formants.RATE,
   buckets=(1.5, 3.0),
+  num_eval=256,
   # Letters are short, and without context nothing tells the hidden ones.
   mask_span=3,
   min_masks=0,

@@ -5,6 +5,11 @@
 
 `tests/test_notebooks.py` executes them too, with the sizes of its own table in
 place of those in the cell that is tagged `parameters`.
+
+In `models/` lie trained models, where training takes too long for a notebook.
+It names the commands that trained them; they were written by
+
+    mod_jax.export(mod_jax.load(WORKDIR, dtype='bfloat16'), 'models/NAME')
 """
 
 import hashlib

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from mod_jax import config as config_lib
-from mod_jax import trees
+from mod_jax import paths, trees
 from mod_jax.convert import beside, files
 from mod_jax.convert import clip as convert_clip
 from mod_jax.convert import detr as convert_detr
@@ -165,6 +165,11 @@ def _ours(run, folder):
   experiment = run.experiment
   if experiment is None and run.task is not None:
     experiment = run.task.config
+  if isinstance(run.config, Wav2Vec2Config):
+    # The vocabulary then lies beside the weights, and nowhere else.
+    experiment = config_lib.replace(experiment, {'data.vocabulary': ''})
+    for name, text in run.task.modality.files().items():
+      paths.write_bytes(folder / name, text.encode())
   fields: dict[str, Any] = {
     'model': _config(run.config),
     'experiment': experiment and _local(_config(experiment)),

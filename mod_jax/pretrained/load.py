@@ -184,9 +184,7 @@ class Run:
       UserError: an input is not of the model's modality, or a setting is out of
         range.
     """
-    single = not isinstance(inputs, Sequence) or isinstance(inputs, str)
-    single |= isinstance(self.config, VLMConfig) and isinstance(inputs, tuple)
-    inputs = [inputs] if single else list(inputs)
+    inputs = self._listed(inputs)
     if not inputs:
       return []
     of_texts = {
@@ -216,6 +214,12 @@ class Run:
         )
     return predict(inputs, **given)
 
+  def _listed(self, inputs) -> list:
+    """Returns one input, or several, as a list."""
+    single = not isinstance(inputs, Sequence) or isinstance(inputs, str)
+    single |= isinstance(self.config, VLMConfig) and isinstance(inputs, tuple)
+    return [inputs] if single else list(inputs)
+
   @property
   def _asked(self):
     """The task of a model that is asked in words."""
@@ -227,7 +231,13 @@ class Run:
     return self.task
 
   def _answer(self, asked, **kwargs) -> list[str]:
-    modality = self._asked.modality
+    state = dict(self.variables)
+    return self._asked.modality.answers(
+      *(state.pop('params'), state), *self._prepared(asked), **kwargs
+    )
+
+  def _prepared(self, asked) -> tuple[list, list[str]]:
+    """Returns the pictures of each question as input, and the questions."""
     for question in asked:
       if not (
         isinstance(question, tuple)
@@ -242,12 +252,9 @@ class Run:
       pictures if isinstance(pictures, list) else [pictures]
       for pictures, _ in asked
     ]
-    state = dict(self.variables)
-    return modality.answers(
-      *(state.pop('params'), state),
+    return (
       [self.preprocess(pictures) if pictures else [] for pictures in shown],
       [question for _, question in asked],
-      **kwargs,
     )
 
   def _classify(self, pictures, **kwargs) -> list[dict[str, float]]:
@@ -275,13 +282,35 @@ class Run:
     rngs = {'routing': jax.random.key(0)}
     return self.apply(image_BHWC, size_B2, rngs=rngs), image_BHWC, size_B2
 
-  def draw(self, picture, *, least: float = detection_task.LEAST_SCORE):
-    """Returns a figure of a picture with its boxes and its routed tokens.
+  def draw(self, inputs, *, least: float = detection_task.LEAST_SCORE):
+    """Returns a figure of what the model finds, and of where it computes.
 
-    For a detector only; `picture` and `least` are those of `predict`.
+    * Of a detector: the boxes in one picture, and its routed tokens.
+    * Of a language model that sees: the image tokens that each routed block
+      processes for each question, with the answer.
+    * Of a model of speech with learners: how much each frame of each recording
+      costs, and the letters that are heard.
+
+    Args:
+      inputs: as in `predict`; of a detector one picture, else up to eight.
+      least: of a detector: the least score of an object.
+
+    Raises:
+      UserError: there is no such figure of this model.
     """
-    if not isinstance(self.config, DETRConfig):
-      raise UserError('draw: this is no detector: use run.predict.')
+    if isinstance(self.config, DETRConfig):
+      return self._draw_boxes(inputs, least)
+    inputs = self._listed(inputs)
+    if isinstance(self.config, VLMConfig):
+      modality, asked = self._asked.modality, self._prepared(inputs)
+      return modality.draw(self.apply, *asked, self._answer(inputs))
+    if isinstance(self.config, Wav2Vec2Config):
+      return self.task.modality.draw(self.task, self.apply, inputs)
+    raise UserError(
+      'draw: there is no figure of an input of this model: use run.predict.'
+    )
+
+  def _draw_boxes(self, picture, least):
     output, image_BHWC, size_B2 = self._look(picture)
     figures = detection_task.draw(
       self.config,
@@ -569,7 +598,8 @@ def _about(source: Source, dtype: str | None = None) -> Run:
     config = _computing_in(config, dtype)
   if experiment is not None:
     experiment = dataclasses.replace(experiment, model=config)
-    workdir = source.path if source.kind == 'run' else None
+    # Vocabularies of characters lie in runs and in exports.
+    workdir = source.path if source.kind in ('run', 'export') else None
     task = make_task(experiment, workdir)
   if source.tokenizer is not None:
     task.modality.use_tokenizer(source.tokenizer, os.fspath(source.path))

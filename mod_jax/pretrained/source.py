@@ -269,7 +269,14 @@ class _Run(Source):
 class _Fields:
   """The fields of `FOLDER`, except the preprocessing of images."""
 
-  model: LMConfig | ViTConfig | DynamicViTConfig | DETRConfig | VLMConfig
+  model: (
+    LMConfig
+    | ViTConfig
+    | DynamicViTConfig
+    | DETRConfig
+    | Wav2Vec2Config
+    | VLMConfig
+  )
   experiment: ExperimentConfig | None = None
   classes: tuple[str, ...] | None = None
   tokenizer: Literal['bytes', 'sentencepiece', 'huggingface'] | None = None
@@ -293,15 +300,16 @@ class _Export(Source):
     self.classes, self.tokenizer = known.classes, known.tokenizer
     self.foreign = known.foreign
     language = isinstance(known.model, LMConfig)
+    sees = not isinstance(known.model, LMConfig | Wav2Vec2Config)
     if (
       (experiment is not None and known.experiment.model != known.model)
       or (language and (experiment is None or known.tokenizer is None))
-      or (not language and not isinstance(pictures, dict))
+      or (sees and not isinstance(pictures, dict))
     ):
       raise UserError(
         f'{file}: its parts do not fit each other: export the model again.'
       )
-    if language:
+    if not sees:
       return
     try:
       resample = Image.Resampling(pictures.pop('resample', None))

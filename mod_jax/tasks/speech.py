@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -162,15 +163,19 @@ class Speech(Modality):
     ]
     return losses.ctc.text_rates(pairs)
 
-  def heard(self, best_L) -> tuple[str, list[tuple[str, int]]]:
-    """Returns a text, and its words with their first frames."""
+  def letters(self, best_L) -> list[tuple[str, int]]:
+    """Returns the letters of a text, and spaces, with their frames."""
     labels, frames = transcripts.greedy(
       np.asarray(best_L), self.vocabulary.blank
     )
+    decoded = (self.vocabulary.decode([label]) or ' ' for label in labels)
+    return list(zip(decoded, frames, strict=True))
+
+  def heard(self, best_L) -> tuple[str, list[tuple[str, int]]]:
+    """Returns a text, and its words with their first frames."""
     words, fresh = [], True
-    for label, frame in zip(labels, frames, strict=True):
-      letter = self.vocabulary.decode([label])
-      if not letter:
+    for letter, frame in self.letters(best_L):
+      if letter == ' ':
         fresh = True
       elif fresh:
         words.append((letter, frame))
@@ -243,28 +248,27 @@ class Speech(Modality):
       batch, (share_BL, best_BL) = next(
         iter(task.over_held_out(look, *variables, 1))
       )
-    data, shown = self.config.data, []
+    shown = []
     real = np.flatnonzero(batch['weight'])
     for i in real[np.linspace(0, len(real) - 1, min(4, len(real)), dtype=int)]:
       frames = int(batch['valid'][i].sum())
       samples = self.config.model.samples(frames)
-      text, _ = self.heard(best_BL[i, :frames])
       said = self.vocabulary.decode(batch['labels'][i, : batch['count'][i]])
       shown.append(
         (
-          batch['wave'][i, :samples],
-          share_BL[i, :frames],
-          said if text == said else f'{said} → heard {text}',
+          *(batch['wave'][i, :samples], share_BL[i, :frames], said),
+          self.letters(best_BL[i, :frames]),
         )
       )
-    return {
-      'load': viz.load_over_time(
-        shown,
-        rate=data.rate,
-        unit='share of all learners',
-        title='Where the compute goes in speech',
-      )
-    }
+    return {'load': self._load_over_time(shown)}
+
+  def _load_over_time(self, shown):
+    return viz.load_over_time(
+      shown,
+      rate=self.config.data.rate,
+      unit='share of all learners',
+      title='Where the compute goes in speech',
+    )
 
   def studies(self, task):
     by_name = {'decoding': functools.partial(studies.decoding, task)}
@@ -282,6 +286,42 @@ class Speech(Modality):
     Raises:
       UserError: a file cannot be read, or is shorter than a frame.
     """
+    seconds = math.prod(self.config.model.conv_strides) / self.config.data.rate
+    found = []
+    for samples_T, frames in self._read(recordings):
+      output = self._listen(apply, samples_T, frames)
+      text, words = self.heard(_best(output, frames))
+      words = tuple((word, frame * seconds) for word, frame in words)
+      found.append(Transcript(text, words))
+    return found
+
+  def draw(self, task, apply, recordings):
+    """Returns a figure of the compute over time in files, and what is heard.
+
+    `apply` is the compiled model with its parameters.
+
+    Raises:
+      UserError: a file cannot be read, or is shorter than a frame; or the model
+        has no learners.
+    """
+    if self.config.model.adaptive is None:
+      raise errors.UserError(
+        'draw: this model has no learners of which a frame could run fewer: use'
+        ' run.predict.'
+      )
+    shown = []
+    for path, (samples_T, frames) in zip(
+      recordings, self._read(recordings), strict=True
+    ):
+      output = self._listen(apply, samples_T, frames)
+      choices = stack_lib.collect(output.aux, 'adaptive')
+      load_L = np.asarray(task.share_per_token(choices)[0, :frames])
+      letters = self.letters(_best(output, frames))
+      shown.append((samples_T, load_L, pathlib.Path(path).name, letters))
+    return self._load_over_time(shown)
+
+  def _read(self, recordings) -> list[tuple[np.ndarray, int]]:
+    """Returns the samples of each file, and its number of frames."""
     model, rate = self.config.model, self.config.data.rate
     prepared = []
     for path in recordings:
@@ -293,10 +333,11 @@ class Speech(Modality):
           f' {model.samples(1)} of a frame: record for longer.'
         )
       prepared.append((audio_files.normalize(samples_T), frames))
-    return [self._transcript(apply, *x) for x in prepared]
+    return prepared
 
-  def _transcript(self, apply, samples_T, frames) -> 'Transcript':
-    model, rate = self.config.model, self.config.data.rate
+  def _listen(self, apply, samples_T, frames):
+    """Returns the model's output, of these frames and perhaps more."""
+    model = self.config.model
     length = len(samples_T)
     # Padded, so that few programs are compiled; but not before the norm over
     # all frames, which would hear it.
@@ -304,10 +345,12 @@ class Speech(Modality):
       length = max(length, model.samples(1 << (frames - 1).bit_length()))
     wave_T = np.pad(samples_T, (0, length - len(samples_T)))
     valid_L = np.arange(self._frames(length)) < frames
-    logits_LV = apply(wave_T[None], valid_L[None]).logits_BLV[0]
-    text, words = self.heard(np.asarray(logits_LV[:frames].argmax(axis=-1)))
-    seconds = math.prod(model.conv_strides) / rate
-    return Transcript(text, tuple((word, i * seconds) for word, i in words))
+    return apply(wave_T[None], valid_L[None])
+
+
+def _best(output, frames):
+  """Returns the likeliest label of each frame."""
+  return np.asarray(output.logits_BLV[0, :frames].argmax(axis=-1))
 
 
 @dataclasses.dataclass(frozen=True)

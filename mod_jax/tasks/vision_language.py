@@ -21,6 +21,7 @@ from mod_jax.pretrained import source as source_lib
 from mod_jax.sampling import generate
 from mod_jax.studies.devices import one_device
 from mod_jax.studies.language import arank
+from mod_jax.studies.vision_language import image_tokens
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality, table
 
@@ -150,26 +151,37 @@ class VisionLanguage(Modality):
     row = self._row(conversation)
     return self._marked(row, conversation) if self.config.data.marks else row
 
-  def _marked(self, row, conversation: data_lib.Conversation) -> dict:
-    """Returns the row with targets for image tokens that show a digit."""
+  def _digits_shown(self, row, conversation: data_lib.Conversation):
+    """Returns [L] which digit's token each image token shows.
+
+    It is 0 for the background, and -1 for tokens that are not of the picture.
+    """
     grid = self.config.model.grid
     place_G = (np.arange(grid) + 0.5) / grid
-    digit_GG = np.full((grid, grid), -1, np.int32)
+    digit_GG = np.zeros((grid, grid), np.int32)
     for (x, y, width, height), digit in conversation.objects:
       is_row_G = np.abs(place_G - y) < height / 2
       is_column_G = np.abs(place_G - x) < width / 2
       (token,) = self.tokenizer.encode(digit)
       digit_GG[is_row_G[:, None] & is_column_G] = token
-    places = np.flatnonzero(row['valid'] & (row['kind'] == IMAGE))
-    digit_N = digit_GG.flatten()
-    shown = places[digit_N >= 0]
-    row['targets'][shown] = digit_N[digit_N >= 0]
-    row['weights'][shown] = 1
+    digit_L = np.full(len(row['tokens']), -1, np.int32)
+    digit_L[row['valid'] & (row['kind'] == IMAGE)] = digit_GG.flatten()
+    return digit_L
+
+  def _marked(self, row, conversation: data_lib.Conversation) -> dict:
+    """Returns the row with targets for image tokens that show a digit."""
+    digit_L = self._digits_shown(row, conversation)
+    row['targets'] = np.where(digit_L > 0, digit_L, row['targets'])
+    row['weights'] = np.where(digit_L > 0, np.float32(1), row['weights'])
     return row
 
   def _eval_row(self, source, index) -> dict:
     real = index != images_lib.PADDING
-    row = self._row(source.load(int(index) if real else 0))
+    conversation = source.load(int(index) if real else 0)
+    row = self._row(conversation)
+    if self.config.data.source == 'scenes':
+      shown_L = self._digits_shown(row, conversation)
+      row['shown'] = shown_L if real else np.full_like(shown_L, -1)
     return row | {
       'weights': row['weights'] * real,
       'weight': np.float32(real),
@@ -329,10 +341,14 @@ class VisionLanguage(Modality):
       )
     return '\n'.join(lines)
 
+  @property
+  def _chooses_image_tokens(self) -> bool:
+    routing = self.config.model.routing
+    return routing is not None and 'image' in (routing.kinds or ())
+
   def pictures(self, task, params, model_state):
     """Draws which image tokens each routed block takes, for which answer."""
-    model = self.config.model
-    if model.routing is None or 'image' not in (model.routing.kinds or ()):
+    if not self._chooses_image_tokens:
       return {}
     batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
     del batch['targets']  # The answers are read from the logits.
@@ -348,13 +364,6 @@ class VisionLanguage(Modality):
     shown_B = is_image_BL.any(axis=-1) & (batch['weight'] > 0)
     if not shown_B.any():
       return {}
-    # Of each row's first picture.
-    place_BN = np.argsort(~is_image_BL, axis=-1, kind='stable')
-    place_BN = place_BN[:, : model.num_patches]
-    processed_RBN = [
-      np.take_along_axis(np.asarray(routed.chosen_BL), place_BN, axis=-1)
-      for routed in output.routing
-    ]
     written_BL = np.argmax(output.logits_BLV, axis=-1)
     is_question_BL = batch['valid'] & (batch['kind'] == _QUESTION)
 
@@ -366,23 +375,42 @@ class VisionLanguage(Modality):
       f' {said(written_BL[row], batch["weights"][row] > 0)}'
       for row in np.flatnonzero(shown_B)
     ]
-    return {
-      'image_tokens': viz.patch_maps(
-        images_lib.denormalize(self.config.data, batch['images'][shown_B, 0]),
-        np.stack(processed_RBN)[:, shown_B],
-        layers=[i for i, c in enumerate(model.capacities) if c is not None],
-        grid=(model.grid,) * 2,
-        num_layers=model.num_layers,
-        labels=labels,
-        title='Held-out pictures: the image tokens that each block processes',
-      )
-    }
+    figure = self._draw(
+      *(output, batch['images'], is_image_BL, labels),
+      'Held-out pictures: the image tokens that each block processes',
+      shown_B,
+    )
+    return {'image_tokens': figure}
+
+  def _draw(
+    self, output, images_BIHWC, is_image_BL, labels, title, shown_B=np.s_[:]
+  ):
+    """Draws the image tokens of each row's first picture, if it is shown."""
+    model = self.config.model
+    place_BN = np.argsort(~is_image_BL, axis=-1, kind='stable')
+    place_BN = place_BN[:, : model.num_patches]
+    processed_RBN = [
+      np.take_along_axis(np.asarray(routed.chosen_BL), place_BN, axis=-1)
+      for routed in output.routing
+    ]
+    return viz.patch_maps(
+      images_lib.denormalize(self.config.data, images_BIHWC[shown_B, 0]),
+      np.stack(processed_RBN)[:, shown_B],
+      layers=[i for i, c in enumerate(model.capacities) if c is not None],
+      grid=(model.grid,) * 2,
+      num_layers=model.num_layers,
+      labels=labels,
+      title=title,
+    )
 
   def load_pictures(self, task, params, model_state):
     return {}
 
   def studies(self, task):
-    return {'arank': functools.partial(arank, task)}
+    by_name = {'arank': functools.partial(arank, task)}
+    if self._chooses_image_tokens and self.config.data.source == 'scenes':
+      by_name['image_tokens'] = functools.partial(image_tokens, task)
+    return by_name
 
   def answers(
     self,
@@ -405,13 +433,7 @@ class VisionLanguage(Modality):
       **kwargs: further settings.
     """
     model = self.config.model
-    rows, kinds = [], []
-    for shown, question in zip(pictures, questions, strict=True):
-      question = data_lib.with_pictures(question, len(shown))
-      tokens, kinds_of_row = self.encode(data_lib.prompt(question))
-      rows.append(tokens)
-      kinds.append(kinds_of_row)
-    placed = vlm.place_images(model, rows, pictures, kinds, side='left')
+    placed = self._asked(pictures, questions)
     kwargs.setdefault('temperature', 0.0)
     if 'mode' not in kwargs:
       kwargs['mode'] = model.decoding_mode
@@ -431,6 +453,50 @@ class VisionLanguage(Modality):
       self.tokenizer.decode(tokens_N[:length].tolist()).strip()
       for tokens_N, length in zip(*arrays, strict=True)
     ]
+
+  def _asked(self, pictures, questions) -> vlm.Placed:
+    """Returns rows that end with a question."""
+    rows, kinds = [], []
+    for shown, question in zip(pictures, questions, strict=True):
+      question = data_lib.with_pictures(question, len(shown))
+      tokens, kinds_of_row = self.encode(data_lib.prompt(question))
+      rows.append(tokens)
+      kinds.append(kinds_of_row)
+    model = self.config.model
+    return vlm.place_images(model, rows, pictures, kinds, side='left')
+
+  def draw(self, apply, pictures, questions, answers):
+    """Returns a figure of the image tokens that each block processes.
+
+    `apply` is the compiled model with its parameters; the others are those of
+    `answers`, and what it returns. Of several pictures the first is drawn.
+
+    Raises:
+      UserError: no block of the model chooses among image tokens, or a
+        question has no picture.
+    """
+    if not self._chooses_image_tokens:
+      raise errors.UserError(
+        'draw: no block of this model chooses among image tokens: use'
+        ' run.predict.'
+      )
+    if not all(map(len, pictures)):
+      raise errors.UserError('draw: give a picture with each question.')
+    placed = self._asked(pictures, questions)
+    (mode,) = self.modes().values()
+    output = apply(
+      placed.tokens_BL,
+      placed.images_BIHWC,
+      kind_BL=placed.kind_BL,
+      valid_BL=placed.valid_BL,
+      mode=mode.routing,
+    )
+    is_image_BL = placed.valid_BL & (placed.kind_BL == IMAGE)
+    labels = [' '.join(x) for x in zip(questions, answers, strict=True)]
+    return self._draw(
+      *(output, placed.images_BIHWC, is_image_BL, labels),
+      'The image tokens that each block processes',
+    )
 
   def texts(self, task, params, model_state):
     model = self.config.model

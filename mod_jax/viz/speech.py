@@ -7,9 +7,13 @@ import numpy as np
 
 from mod_jax.viz import glyphs, style
 
+_LETTER = 0.075  # Inches that a letter takes.
+
 
 def load_over_time(
-  recordings: Sequence[tuple[np.ndarray, np.ndarray, str]],
+  recordings: Sequence[
+    tuple[np.ndarray, np.ndarray, str, Sequence[tuple[str, int]]]
+  ],
   *,
   rate: int,
   unit: str,
@@ -18,13 +22,17 @@ def load_over_time(
   """Draws the load of each frame above the spectrogram of each recording.
 
   `recordings` are samples [T], `rate` a second, the load of the frames [L] in
-  `unit`, and the transcript.
+  `unit`, a text above them, and the letters that are heard, each with the
+  number of its frame, which stand below.
   """
   # Imported here, since it is heavy.
   from scipy import signal
 
+  longest = max(len(samples_T) for samples_T, *_ in recordings) / rate
+  width = float(np.clip(2.5 * longest, 7, 12))
   body = style.new_figure(
-    7, 2.4 * len(recordings), title, f'Above each spectrogram the {unit}.'
+    *(width, 2.6 * len(recordings), title),
+    f'Above each spectrogram the {unit}, below it what is heard.',
   )
   axes = body.subplots(
     2 * len(recordings),
@@ -32,8 +40,8 @@ def load_over_time(
     squeeze=False,
     height_ratios=(1, 1.6) * len(recordings),
   )[:, 0]
-  top = max(float(np.max(load_L)) for _, load_L, _ in recordings) or 1.0
-  for i, (samples_T, load_L, text) in enumerate(recordings):
+  top = max(float(np.max(load_L)) for _, load_L, *_ in recordings) or 1.0
+  for i, (samples_T, load_L, text, heard) in enumerate(recordings):
     above, below = axes[2 * i], axes[2 * i + 1]
     seconds = len(samples_T) / rate
     edges = np.linspace(0, seconds, len(load_L) + 1)
@@ -52,4 +60,24 @@ def load_over_time(
       extent=(0, seconds, 0, rate / 2000),
     )
     below.set(xlabel='seconds', ylabel='kHz')
+    # Letters are ticks, so that there is room for them above the seconds.
+    least = _LETTER * seconds / (width - 0.8)
+    below.xaxis.remove_overlapping_locs = False
+    letters = [glyphs.display_piece(letter) for letter, _ in heard]
+    places = [edges[frame : frame + 2].mean() for _, frame in heard]
+    places = _apart(places, [least * len(letter) for letter in letters])
+    below.set_xticks(places, letters, minor=True, va='baseline')
+    glyphs.write_pieces(below.get_xticklabels(minor=True))
+    look = {'length': 0, 'pad': 11, 'labelcolor': style.CHOSEN}
+    below.tick_params(axis='x', which='minor', **look)
+    below.tick_params(axis='x', which='major', pad=17, direction='in')
   return body.get_figure(root=True)
+
+
+def _apart(places: Sequence[float], widths: Sequence[float]) -> list[float]:
+  """Returns rising middles of texts, moved on where two would meet."""
+  moved, end = [], -np.inf
+  for place, width in zip(places, widths, strict=True):
+    moved.append(max(place, end + width / 2))
+    end = moved[-1] + width / 2
+  return moved

@@ -41,6 +41,16 @@ def test_a_run_transcribes_recordings(dense, tmp_path):
   samples_T = formants.speak(np.random.default_rng(0), 'bana dogu')
   audio_files.write(tmp_path / 'a.wav', samples_T, formants.RATE)
   (transcript,) = run.predict([str(tmp_path / 'a.wav')])
+  mod_jax.export(run, tmp_path / 'export')
+  again = mod_jax.load(tmp_path / 'export')
+  assert again.predict(tmp_path / 'a.wav') == [transcript]
+  # The same letters, but those of this folder.
+  vocabulary = (tmp_path / 'export/vocab.json').read_text().replace('a', 'x')
+  (tmp_path / 'export/vocab.json').write_text(vocabulary)
+  (other,) = mod_jax.load(tmp_path / 'export').predict(tmp_path / 'a.wav')
+  assert other.text == transcript.text.replace('a', 'x')
+  with pytest.raises(UserError, match='no learners'):
+    run.draw(tmp_path / 'a.wav')
   assert transcript.text == ' '.join(word for word, _ in transcript.words)
   seconds = [second for _, second in transcript.words]
   assert seconds == sorted(seconds)
@@ -92,6 +102,13 @@ def test_a_conversion_counts_real_frames_only(dense, tmp_path):
   np.testing.assert_allclose(load(batch), load(longer), atol=1e-5)
   figures = task.pictures(variables['params'], {})
   assert 'load' in figures
+  samples_T = formants.speak(np.random.default_rng(0), 'bana dogu')
+  audio_files.write(tmp_path / 'a.wav', samples_T, formants.RATE)
+  above, below = mod_jax.load(workdir).draw(tmp_path / 'a.wav').axes
+  assert above.get_title(loc='left') == 'a.wav'
+  # As long as the recording is the load over it.
+  seconds = len(samples_T) / formants.RATE
+  assert above.get_xlim() == below.get_xlim() == pytest.approx((0, seconds))
   # The mean over silence and speech is that of all frames.
   found = task.studies()['silence'](variables['params'], {}, None).metrics
   assert found.keys() == {'silence', 'speech'}

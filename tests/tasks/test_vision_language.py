@@ -123,6 +123,13 @@ def test_ranks_are_of_the_language_model_with_its_pictures():
   np.testing.assert_allclose(text, text[0])
   assert 30 < text[0] < 50
   assert (np.array(found['share']) <= 1).all()
+  # Of digits and of the background together it is the capacity.
+  found = task.studies()['image_tokens'](params, variables, None).metrics
+  digits = found.pop('digits')
+  assert 0 < digits < 1
+  for share, capacity in zip(found.values(), (8, 2), strict=True):
+    mean = digits * share['digits'] + (1 - digits) * share['background']
+    assert mean == pytest.approx(capacity / 16)
   assert 'model.language.routing.layers=' in study.text
 
 
@@ -201,6 +208,9 @@ def test_a_run_trains_answers_and_is_exported(trained, tmp_path):
   asked = (picture.pictures[0], 'What is the sum?')
   (answer,) = run.predict(asked, max_new_tokens=4)
   assert isinstance(answer, str)
+  # A row of the picture, and of the tokens that the routed block processes.
+  (axes,) = run.draw([asked]).axes
+  assert len(axes.images) == 1 + run.config.num_routed
   mod_jax.export(run, tmp_path)
   again = mod_jax.load(tmp_path)
   assert again.config == run.config

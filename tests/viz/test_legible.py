@@ -160,6 +160,20 @@ def tokens(rng):
   )
 
 
+def recordings(rng, *seconds):
+  # Letters in neighbouring frames, and a pause after them.
+  heard = [(letter, i * 2 // 3) for i, letter in enumerate('$wmm漢')]
+  return viz.load_over_time(
+    [
+      (rng.normal(size=int(8000 * x)), rng.random(int(50 * x)), ODD[:30], heard)
+      for x in seconds
+    ],
+    rate=8000,
+    unit='$x$',
+    title=TITLE,
+  )
+
+
 def expert_map(rng, num_experts, pieces):
   expert_RL = rng.integers(-2, num_experts, (3, len(pieces)))
   marked = {'more_RL': expert_RL >= 0, 'dropped_RL': expert_RL == -1}
@@ -270,6 +284,8 @@ DRAWN = {
     {f'a rather $long$ name {i}' * 2: CURVE for i in range(5)}, budget=0.4
   ),
   'token load': tokens,
+  'a recording': lambda rng: recordings(rng, 0.5),
+  'recordings': lambda rng: recordings(rng, 1, 9.5),
   'one rank': lambda rng: ranks(rng, 1),
   'many ranks': lambda rng: ranks(rng, 200),
   'isoflop': lambda _: isoflop(2, 3),
