@@ -55,6 +55,7 @@ def of_language(config: ExperimentConfig, metrics: dict) -> dict:
     'without_routed_blocks': metrics.get('never/loss'),
     'router_rule': metrics.get('router/loss'),
     'threshold_rule': metrics.get('threshold/loss'),
+    'fixed_rule': metrics.get('fixed/loss'),
     'experts': _of_experts(metrics),
     'steps': config.train.num_steps,
     'forward_flops': flops.forward(config.model, length),
