@@ -15,6 +15,7 @@ thresholds. The ways are:
   the deeper half where ARank (γ-MoD) is lowest;
 * routers that choose whole sequences, trained alone (Router-Tuning, He et al.
   2024), and routers of tokens trained alone;
+* the attention alone, or the feed-forward alone, of the same blocks;
 * one router for all blocks (γ-MoD), and capacities that fall with depth by a
   cosine (p-MoD);
 * with the divergence from the dense model's predictions added to the loss;
@@ -107,6 +108,8 @@ def ways(parent: dict) -> dict[str, dict]:
       **_NO_RULE,
       **_ALONE,
     },
+    'MoD, attention alone, 50%': {'model.routing.part': 'attention'},
+    'MoD, feed-forward alone, 50%': {'model.routing.part': 'mlp'},
     "MoD, the dense model's predictions, 50%": {
       'objective': ConversionObjective()
     },

@@ -24,6 +24,9 @@ from mod_jax.layers.reduction import BlockReduction
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.token_info import TokenInfo
 
+# What of a block is routed, or run: all of it, or one of its two halves.
+Part = Literal['block', 'attention', 'mlp']
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(config_lib.Validated):
@@ -80,10 +83,19 @@ class BlockConfig(config_lib.Validated):
     return tokens if self.reduction is None else tokens - self.reduction.count
 
   def flops(
-    self, tokens: int, *, source_tokens: int | None = None, **kwargs
+    self,
+    tokens: int,
+    mlp_tokens: int | None = None,
+    *,
+    source_tokens: int | None = None,
+    **kwargs,
   ) -> dict[str, int]:
-    """Returns forward FLOPs by part; keywords as in `AttentionConfig.flops`."""
-    left = self.left(tokens)
+    """Returns forward FLOPs by part; keywords as in `AttentionConfig.flops`.
+
+    `mlp_tokens` is how many enter the feed-forward; None for all that are left
+    after the attention.
+    """
+    left = self.left(tokens) if mlp_tokens is None else mlp_tokens
     counts = [self.attention.flops(tokens, **kwargs), self.mlp.flops(left)]
     if self.reduction is not None:
       merge = self.reduction.kind.flops(
@@ -120,6 +132,8 @@ class Block(nn.Module):
   # independently the feed-forward, of this block (Huang et al. 2016).
   drop_rate: float = 0.0
   mode: Mode = Mode()
+  # What to run, where a layer runs the two halves on different tokens.
+  part: Part = dataclasses.field(default='block', kw_only=True)
 
   @nn.compact
   def __call__(
@@ -150,11 +164,11 @@ class Block(nn.Module):
       )
       return BlockOutput(update_BLD, aux={k: {'': x} for k, x in aux.items()})
 
-    parts = {
-      'attention': functools.partial(
+    parts = {}
+    if self.part != 'mlp':
+      parts['attention'] = functools.partial(
         attention('attention', score), cache=cache, rows_B=rows_B
       )
-    }
     if config.cross_attention is not None:
       require(
         info.source is not None,
@@ -164,7 +178,8 @@ class Block(nn.Module):
       parts['cross_attention'] = functools.partial(
         attention('cross_attention', self.score), source=info.source
       )
-    parts['mlp'] = feed_forward
+    if self.part != 'attention':
+      parts['mlp'] = feed_forward
     pre_norm = config.norm_place == 'pre'
     y_BLD, updates, cache, aux = x_BLD, [], None, {}
     for name, run in parts.items():
