@@ -30,8 +30,8 @@ class Generated:
       `causal_prompt`.
     causal_prompt: False if the prompt was read under top-k, which sees the
       future: then its log-probabilities are not those of a causal model.
-    routed: fraction of (token, routed layer) pairs that were processed, of layers whose
-      attention is routed.
+    routed: fraction of (token, routed layer) pairs that were processed, of the
+      layers whose attention is routed.
     overflow: number of such pairs that the rule chose but that got no slot,
       including those of rejected draft tokens.
     passes: int32 number of forward passes of the model, including the prefill:
