@@ -155,6 +155,7 @@ class Study:
   def record(self, name: str, result: dict) -> None:
     """Adds a run's line to the results."""
     line = {'run': name, **result, **machine.environment()}
+    self.path().parent.mkdir(parents=True, exist_ok=True)
     with self.path().open('a') as file:
       file.write(json.dumps(line) + '\n')
 
