@@ -19,13 +19,10 @@ from mod_jax.layers.attention import (
   Score,
 )
 from mod_jax.layers.cache import KVCache
-from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import Mode, Part
 from mod_jax.layers.reduction import BlockReduction
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.token_info import TokenInfo
-
-# What of a block is routed, or run: all of it, or one of its two halves.
-Part = Literal['block', 'attention', 'mlp']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

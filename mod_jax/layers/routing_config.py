@@ -8,8 +8,7 @@ from mod_jax import config as config_lib
 from mod_jax import routing
 from mod_jax.errors import require
 from mod_jax.layers import scores
-from mod_jax.layers.block import Part
-from mod_jax.layers.mode import RoutingMode, RuleName
+from mod_jax.layers.mode import Part, RoutingMode, RuleName
 from mod_jax.layers.rules import Rule
 from mod_jax.layers.scores import Score
 
