@@ -84,7 +84,8 @@ def ways(parent: dict) -> dict[str, dict]:
   """
 
   def lowest(measure):
-    return tuple(sorted(np.argsort(parent[measure])[: parent['routed']]))
+    order = np.argsort(parent[measure]).tolist()
+    return tuple(sorted(order[: parent['routed']]))
 
   return {
     'dense': _DENSE,
