@@ -1,6 +1,7 @@
 """Results of benchmarks: settings, ratios to a dense model, and their file."""
 
 import json
+import pathlib
 
 from absl import flags
 import machine
@@ -8,6 +9,7 @@ import machine
 from mod_jax import timing
 
 _SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside the script.')
+_OUTPUT = flags.DEFINE_string('output', None, 'Write the JSON here instead.')
 
 
 def save(script: str, results: dict, trial: str | None = None) -> None:
@@ -22,8 +24,12 @@ def save(script: str, results: dict, trial: str | None = None) -> None:
     print(results)
     return
   path = machine.result_path(script, '.json', trial)
+  if _OUTPUT.value:
+    path = pathlib.Path(_OUTPUT.value)
   text = json.dumps({'environment': machine.environment(), **results}, indent=2)
-  path.write_text(text + '\n')
+  whole = path.with_suffix('.part')
+  whole.write_text(text + '\n')
+  whole.replace(path)
   print(text)
 
 

@@ -20,7 +20,7 @@ import machine
 import optax
 import parts
 
-from mod_jax import flops, losses, timing
+from mod_jax import flops, losses, peaks, timing
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 import results as results_lib
@@ -31,6 +31,7 @@ _LENGTH = flags.DEFINE_integer('length', 512, 'S')
 _BATCH = flags.DEFINE_integer('batch', 8, 'B')
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed steps of each.')
 _DTYPE = flags.DEFINE_string('dtype', 'float32', 'Of the computation.')
+_VOCAB = flags.DEFINE_integer('vocab', 256, 'V')
 _MLP = flags.DEFINE_string('mlp', 'swiglu', 'Kind of feed-forward.')
 _TORCH = flags.DEFINE_string(
   'torch', None, 'A Python with torch and transformers; None goes without.'
@@ -75,7 +76,7 @@ def main(_):
   machine.with_malloc(machine.KEPT)
   batch, length = _BATCH.value, _LENGTH.value
   mod = LMConfig(
-    vocab_size=256,
+    vocab_size=_VOCAB.value,
     num_layers=_LAYERS.value,
     width=_WIDTH.value,
     num_heads=_WIDTH.value // 64,
@@ -110,6 +111,7 @@ def main(_):
   flop_ratio = step_flops['mod'] / step_flops['dense']
   time_ratio, low, high = timing.ratio_spread(seconds, 'mod', 'dense')
   rate = {name: step_flops[name] / median[name] / 1e9 for name in median}
+  peak = peaks.of(jax.devices()[0], _DTYPE.value)
   results = {
     'config': {
       'batch': batch,
@@ -120,6 +122,10 @@ def main(_):
     'rounds': _ROUNDS.value,
     'median_seconds': median,
     'gflops_per_second': rate,
+    # Of the device's peak, if that is known (MFU, Chowdhery et al. 2022).
+    'utilization': {
+      name: peak and 1e9 * rate[name] / peak for name in ('mod', 'dense')
+    },
     'flop_ratio': flop_ratio,
     'time_ratio': time_ratio,
     'time_ratio_quartiles': [low, high],

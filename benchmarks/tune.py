@@ -5,8 +5,9 @@
 Starts from the table's entry (`kernels/mod_jax_kernels/<op>/tiles.py`). Each
 size in turn is halved and doubled, and the fastest is kept, by the time of a
 forward and backward pass; this is repeated `--passes` times. Candidates that do
-not compile are skipped. Prints an entry for the table. Needs a GPU or a TPU;
-`--interpret` runs the script at tiny sizes on a CPU, to try it out.
+not compile are skipped. Prints an entry for the table, and writes it beside
+this file as JSON. Needs a GPU or a TPU; `--interpret` runs the script at tiny
+sizes on a CPU, to try it out.
 """
 
 import importlib
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from mod_jax import timing
 import mod_jax_kernels
 from mod_jax_kernels import dispatch, tiles
+import results as results_lib
 
 _OP = flags.DEFINE_enum(
   'op', 'acm_mlp', ['acm_mlp', 'route_scores', 'token_select'], 'What to tune.'
@@ -122,6 +124,7 @@ def main(_):
     with dispatch.interpret():
       best = tune(_OP.value, _INTERPRET.value)
     print(f'{_OP.value}, interpreted: {best}')
+    results_lib.save(__file__, {'op': _OP.value, 'sizes': best})
     return
   platform = {'gpu': 'cuda'}.get(*(jax.default_backend(),) * 2)
   backend = {v: k for k, v in dispatch.PLATFORMS.items()}.get(platform)
@@ -132,6 +135,7 @@ def main(_):
     )
   best = tune(_OP.value, backend)
   print(f'{_OP.value}: {jax.devices()[0].device_kind!r}: {best},')
+  results_lib.save(__file__, {'op': _OP.value, 'sizes': best})
 
 
 if __name__ == '__main__':

@@ -34,6 +34,7 @@ _BATCHES = flags.DEFINE_list('batches', ['1', '32'], 'Images at a time.')
 _DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'Of the computation.'
 )
+_LAYERS = flags.DEFINE_integer('layers', None, "Not the backbone's blocks.")
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed passes of each.')
 
 
@@ -41,6 +42,8 @@ def models():
   """Returns configs by name."""
   make = vit.BACKBONES[_BACKBONE.value]
   sizes = {'image_size': _IMAGE.value, 'dtype': _DTYPE.value}
+  if _LAYERS.value is not None:
+    sizes['num_layers'] = _LAYERS.value
   dense = make(**sizes)
   stages = tuple(dense.num_layers * i // 4 for i in (1, 2, 3))
   return {

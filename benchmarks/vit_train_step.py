@@ -26,6 +26,7 @@ _BATCH = flags.DEFINE_integer('batch', 16, 'Images of a step.')
 _DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'Of the computation.'
 )
+_LAYERS = flags.DEFINE_integer('layers', None, "Not the backbone's blocks.")
 _ROUNDS = flags.DEFINE_integer('rounds', 9, 'Timed steps of each.')
 
 
@@ -33,6 +34,8 @@ def models():
   """Returns configs by name."""
   make = vit.BACKBONES[_BACKBONE.value]
   sizes = {'image_size': _IMAGE.value, 'dtype': _DTYPE.value}
+  if _LAYERS.value is not None:
+    sizes['num_layers'] = _LAYERS.value
 
   def routed(**kwargs):
     return make(**sizes, routing=VisionRoutingConfig(**kwargs))

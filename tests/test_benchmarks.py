@@ -1,11 +1,14 @@
 """Benchmarks run, at sizes that measure nothing."""
 
+import ast
 import gzip
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 from PIL import Image
@@ -58,10 +61,20 @@ CASES = {
   ),
 }
 
+# Bytes over the minimum, and the share of the estimated cycles that is not in
+# kernels, of each operation on a TPU.
+MOVED = {'route_scores': (1.05, 0.05), 'acm_mlp': (9.5, 0.25)}
+# Bytes that kernels for GPUs spill to memory: what is not here, none.
+SPILLED = {'_up': 52}
+
+
+def command(script, *args):
+  return [sys.executable, f'benchmarks/{script}.py', *(f'--{a}' for a in args)]
+
 
 def run(script, *args):
   result = subprocess.run(
-    [sys.executable, f'benchmarks/{script}.py', *(f'--{a}' for a in args)],
+    command(script, *args),
     cwd=ROOT,
     env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '1'},
     capture_output=True,
@@ -251,6 +264,66 @@ def test_models_that_see_are_compared(tmp_path):
   assert again.splitlines()[-3:] == out.splitlines()[-3:]
 
 
+def test_all_that_an_accelerator_is_asked(tmp_path):
+  args = 'accelerator', 'tiny', f'workdir={tmp_path}'
+  first = tmp_path / 'kernels' / 'errors.json'
+  # Killed in its second part, the command goes on.
+  process = subprocess.Popen(command(*args), cwd=ROOT, start_new_session=True)
+  while not first.exists() and process.poll() is None:
+    time.sleep(0.1)
+  os.killpg(process.pid, signal.SIGKILL)
+  process.wait()
+  assert first.exists()
+  before = first.stat().st_mtime_ns
+  run(*args)
+  assert first.stat().st_mtime_ns == before
+  stages = 'kernels', 'kernel_times', 'training', 'decoding'
+  found = {
+    name: json.loads((tmp_path / f'{name}.json').read_text())
+    for name in (*stages, 'isoflop_hour_tiny')
+  }
+  for stage in stages:
+    for name, part in found[stage].items():
+      assert part['environment']['jax'], name
+  errors = found['kernels']['errors']
+  assert not errors['wrong']
+  assert {name.split()[0] for name in errors['errors']} >= {
+    *('acm_mlp', 'route_scores', 'token_select'),
+  }
+  assert {'mod', 'dense'} <= set(found['training']['lm_220m']['median_seconds'])
+  runs = found['isoflop_hour_tiny']['runs']
+  assert {'dense', 'mod'} <= {row['group'] for row in runs}
+  # Given again, the command only does what is missing.
+  times = {p: p.stat().st_mtime_ns for p in tmp_path.glob('*/*.json')}
+  again = tmp_path / 'kernel_times' / 'token_select.json'
+  again.unlink()
+  out = run(*args)
+  assert len(out.splitlines()) == 1
+  for path, before in times.items():
+    assert (path.stat().st_mtime_ns > before) == (path == again), path
+
+
+def test_kernels_move_and_spill_no_more_than_they_did():
+  for module in ('libtpu', 'jax_triton'):
+    pytest.importorskip(module)
+  out = run(
+    *('compiled', 'nosave', 'devices=v5e,H200'),
+    *('directions=forward', 'programs=kernels'),
+  )
+  cells = ast.literal_eval(out.splitlines()[-1])['cells']
+  for cell in cells:
+    if cell['device'] == 'H200':
+      for kernel in cell['kernels']:
+        assert kernel['spilled_bytes'] <= SPILLED.get(kernel['name'], 0), kernel
+      continue
+    over, outside = MOVED[cell['op']]
+    assert cell['floor_bytes'] <= cell['bytes'] <= over * cell['floor_bytes']
+    assert cell['outside_kernels'] <= outside * cell['cycles']
+  assert {(cell['device'], cell['op']) for cell in cells} == {
+    (device, op) for device in ('v5e', 'H200') for op in MOVED
+  }
+
+
 def test_methods_are_compared_on_scenes(tmp_path):
   names = 'dense|dense, trained on|A-MoD 50%'
   args = ('tiny', 'seeds=0', f'workdir={tmp_path}', f'runs=^({names})/')
@@ -268,7 +341,7 @@ def test_tuning_tries_sizes():
   pytest.importorskip('jax_triton')
   out = run(
     *('tune', 'op=token_select', 'interpret=triton', 'rounds=2', 'passes=1'),
-    'names=num_warps',
+    *('names=num_warps', 'nosave'),
   )
   assert 'num_warps = ' in out
   assert 'token_select, interpreted: {' in out

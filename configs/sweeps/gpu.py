@@ -1,18 +1,30 @@
-"""An isoFLOP sweep in about a day on one GPU such as an H100.
+"""IsoFLOP sweeps in about a day, or half an hour, on one GPU such as an H100.
 
 Three budgets below the paper's, from 1e17 to 1e18 training FLOPs: dense models
 and Mixture-of-Depths at 12.5% in every other block. The lowest budget has two
 seeds, and includes the raw gate and the controls that route without looking at
-the tokens. `tune` is the search for the learning rate. `tiny` is for tests.
+the tokens. `tune` is the search for the learning rate.
+
+`hour` asks at one budget, 1e16, and with two seeds whether Mixture-of-Depths
+pays at equal FLOPs where depth does: dense models and routed ones of twice the
+depth and more, dense models that are shallower or deeper, and Gaussian scores.
+The routed models have a predictor and no auxiliary loss, which costs loss. A
+gain is claimed if the 90% interval of the compute multiplier excludes 1.0, and
+denied if it excludes 1.15. `hour_tune` searches the learning rate of each of
+the two kinds at a tenth of the budget, and comes first. 1e15 FLOPs are some ten
+seconds of an H100 at 10% of its peak.
+
+`tiny` and `hour_tiny` are for tests.
 """
 
 import dataclasses
 
 from mod_jax import config as config_lib
 from mod_jax import peaks
+from mod_jax.data.text import TextDataConfig
 from mod_jax.parallel import MeshConfig
 from mod_jax.sweeps import plan
-from mod_jax.sweeps.plan import SweepConfig
+from mod_jax.sweeps.plan import Group, SweepConfig
 
 paper = config_lib.sibling(__file__, 'paper')
 # Blocks, width, heads. From one size to the next, depth grows before width.
@@ -72,6 +84,94 @@ def tune() -> SweepConfig:
   return plan.rate_search(sweep(), shapes, rate=paper.lm.RATE)
 
 
-VARIANTS = {'': sweep, 'tune': tune, 'tiny': lambda: paper.tiny(sweep())}
+def hour() -> SweepConfig:
+  """Returns the comparison at 1e16 FLOPs."""
+  routing = dataclasses.replace(
+    paper.lm.ROUTING, router_loss=0.0, predictor_width=64
+  )
+  gaussian = dataclasses.replace(routing, score='gaussian', predictor_width=0)
+  dense, deep = 12e6, 19e6  # Parameters in the middle of the shapes.
+  shapes = (12, 256, 4), (12, 320, 5), (16, 320, 5)
+  return config_lib.replace(
+    sweep(),
+    {
+      'name': 'hour',
+      'base.data': TextDataConfig(
+        source='environment',
+        tokenizer='bpe',
+        tokenizer_vocab_size=8192,
+        length=1024,
+      ),
+      'base.model.vocab_size': 8192,
+      'base.train.batch_size': 32,
+      'base.evaluation.batch_size': 32,
+      'budgets': (1e16,),
+      'optimum_budget': 1e16,
+      'num_seeds': (2,),
+      'num_sizes': (3,),
+      'groups': (
+        Group(
+          name='dense',
+          optimum=dense,
+          shapes=((6, 256, 4), (6, 320, 5), (8, 320, 5)),
+        ),
+        Group(name='mod', optimum=deep, routing=routing, shapes=shapes),
+        Group(
+          name='other_depths',
+          optimum=dense,
+          shapes=((4, 384, 6), (10, 256, 4)),
+          num_sizes=2,
+          budgets=(0,),
+        ),
+        Group(
+          name='gaussian',
+          optimum=deep,
+          routing=gaussian,
+          shapes=shapes[1:2],
+          num_sizes=1,
+          budgets=(0,),
+        ),
+      ),
+      'utilization': 0.1,
+    },
+  )
+
+
+def hour_tune() -> SweepConfig:
+  """Returns the search for the rates of dense and routed models of `hour`."""
+  full = hour()
+  return dataclasses.replace(
+    full,
+    name='hour_tune',
+    budgets=(1e15,),
+    optimum_budget=None,
+    num_seeds=(1,),
+    num_sizes=(1,),
+    groups=tuple(
+      dataclasses.replace(
+        group,
+        name=f'{group.name}_x{factor:g}',
+        shapes=group.shapes[1:2],
+        rate_factor=factor,
+      )
+      for group in full.groups[:2]
+      for factor in (0.5, 1.0, 2.0)
+    ),
+  )
+
+
+def hour_tiny() -> SweepConfig:
+  """Returns a small version of `hour`."""
+  return dataclasses.replace(paper.tiny(hour()), budgets=(1e9,), num_sizes=(3,))
+
+
+VARIANTS = {
+  '': sweep,
+  'tune': tune,
+  'tiny': lambda: paper.tiny(sweep()),
+  'hour': hour,
+  'hour_tune': hour_tune,
+  'hour_tiny': hour_tiny,
+}
 
 get_config = config_lib.config_getter(VARIANTS)

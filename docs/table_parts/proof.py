@@ -4,7 +4,7 @@ import math
 
 from machine import markdown
 
-from table_parts.common import read_csv, table
+from table_parts.common import measured, read_csv, table
 
 
 def proofs(name: str) -> list[dict[str, str]]:
@@ -157,3 +157,79 @@ def prove_remedies():
     *('network, ms', 'step predicted, ms'),
   ]
   return markdown(header, rows)
+
+
+PROGRAMS = {
+  'kernels': 'kernels',
+  'blocks': 'kernels, rows in blocks',
+  'xla': 'XLA alone',
+}
+
+
+@table
+def compiled():
+  """What the TPU compiler tells of the kernels and of XLA's programs."""
+  rows = []
+  for cell in measured('compiled')['cells']:
+    if 'cycles' not in cell:
+      continue
+    thousands = (
+      cell['cycles'],
+      cell['outside_kernels'],
+      cell['memory_cycles'],
+      max(cell['floor_cycles'].values()),
+    )
+    rows.append(
+      [
+        cell['device'],
+        f'`{cell["op"]}`, {cell["direction"]}',
+        PROGRAMS[cell['program']],
+        *(f'{cycles / 1e3:,.0f}' for cycles in thousands),
+        f'{cell["bytes"] / 1e6:,.0f}',
+        f'{cell["bytes"] / cell["floor_bytes"]:.2f}',
+        '' if cell['program'] == 'xla' else f'{cell["spills"]:,}',
+      ]
+    )
+  return markdown(
+    [
+      *('chip', 'operation', 'program', 'thousand cycles', 'outside kernels'),
+      *('to move its bytes', 'at least', 'MB', 'over the minimum', 'spills'),
+    ],
+    rows,
+  )
+
+
+@table
+def compiled_moves():
+  """What the TPU compiler tells of ways to order tokens and to move them."""
+  rows = [
+    [
+      cell['what'],
+      cell['how'],
+      *(f'{cell[key] / 1e3:,.0f}' for key in ('cycles', 'memory_cycles')),
+      f'{cell["bytes"] / 1e6:,.0f}',
+    ]
+    for cell in measured('compiled_moves')['cells']
+  ]
+  return markdown(
+    ['v5e', 'how', 'thousand cycles', 'to move its bytes', 'MB'], rows
+  )
+
+
+@table
+def compiled_gpu():
+  """What ptxas tells of the Triton kernels."""
+  rows = [
+    [
+      f'`{cell["op"]}`, {cell["direction"]}',
+      f'`{kernel["name"]}`',
+      str(kernel['registers']),
+      str(kernel['spilled_bytes']),
+      f'{kernel["shared_bytes"] / 1024:.0f}',
+    ]
+    for cell in measured('compiled')['cells']
+    for kernel in cell.get('kernels', ())
+  ]
+  return markdown(
+    ['operation', 'kernel', 'registers', 'bytes spilled', 'shared KiB'], rows
+  )

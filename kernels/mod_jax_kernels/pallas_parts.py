@@ -7,6 +7,9 @@ import jax.numpy as jnp
 from mod_jax_kernels import dispatch
 
 LANES = 128  # Lanes of a TPU's vector registers.
+# On-chip memory for kernels with large blocks: more than the compiler's
+# default, and less than any current TPU has.
+VMEM_BYTES = 60 * 2**20
 
 
 def product(a, b, contract=(1, 0)):
@@ -29,6 +32,21 @@ def block_of(length: int, most: int) -> int:
   """
   sizes = range(LANES, min(length, most) + 1, LANES)
   return max((b for b in sizes if not length % b), default=length)
+
+
+def of_present(kernel, inputs):
+  """Returns a kernel that gets no blocks of the inputs that are None.
+
+  The given one is called with None in their places.
+  """
+
+  def present(*refs):
+    remaining = iter(refs)
+    kernel(
+      *(None if x is None else next(remaining) for x in inputs), *remaining
+    )
+
+  return present
 
 
 def interpret():

@@ -139,7 +139,9 @@ class Linear(nn.Module):
       for names in (self.axes[:inputs], self.axes[inputs:])
     )
     y_TO = einsum('TI,IO->TO', x_TI, kernel_IO, self.out_dtype, axes)
-    y = y_TO.reshape(*batch, *self.features)
+    # Heads are not apart yet where the bias is added, or a TPU would write them
+    # so, to be copied before they are used.
+    y = y_TO.reshape(*batch, y_TO.shape[1])
     if self.bias:
       bias = self.param(
         'bias',
@@ -148,8 +150,8 @@ class Linear(nn.Module):
       )
       # Add in float32 and cast afterwards, so that the bias gets a float32
       # gradient.
-      y = (y + bias).astype(y.dtype)
-    return y
+      y = (y + bias.reshape(-1)).astype(y.dtype)
+    return y.reshape(*batch, *self.features)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -88,16 +88,30 @@ class TestRouteScores(OpTests):
   cases = (
     Case('tokens and causal', masked='tokens', causal=True),
     Case('one token', shape=(2, 1, 2, 32)),
-    # More than one block, and one that is not whole. Triton's interpreter is
-    # slow, and gets smaller ones.
+    # More than one block, and one that is not whole; and the same in one.
+    # Triton's interpreter is slow, and gets smaller ones.
     *(
-      Case(name, backends=PALLAS, sizes={'block': 128}, **options)
+      Case(name + kind, backends=PALLAS, sizes=sizes, **options)
       for name, options in {
-        'blocks': {
+        'long': {
           **{'shape': (2, 129, 2, 48), 'masked': 'tokens', 'causal': True}
         },
         'bfloat16': {'shape': (1, 197, 1, 128), 'dtype': 'bfloat16'},
       }.items()
+      for kind, sizes in {
+        ', blocks': {'block': 128, 'row': 0},
+        ', whole rows': {},
+      }.items()
+    ),
+    # Rows that are interleaved, in groups of heads or all of them.
+    Case('interleaved', backends=PALLAS, shape=(8, 9, 3, 48), masked='tokens'),
+    Case(
+      'interleaved, bfloat16',
+      backends=PALLAS,
+      shape=(32, 21, 4, 64),
+      dtype='bfloat16',
+      masked='tokens',
+      causal=True,
     ),
     *(
       Case(str(options), backends=['triton'], **options)
@@ -144,18 +158,29 @@ class TestRouteScores(OpTests):
     ('triton', {'dtype': 'float16'}, 'of float16, float16, float16: cast'),
     ('pallas', {'shape': (0, 4, 1, 32)}, r'empty arrays \(0, 4, 1, 32\)'),
   )
-  # Forward, scores, and both sides of the gradient.
+  # Forward, scores, and both sides of the gradient; on a TPU one kernel each
+  # way where a row fits.
   targets = tuple(
-    Target(platform=platform, calls=4, **program)
-    for platform in ('tpu', 'cuda')
-    for program in [
-      {'args': shapes(8, 1024, 6, 64, 'bfloat16'), 'without': maps(1024)},
-      {
-        'args': shapes(2, 197, 3, 48, 'float32', masked=True),
-        'static': {'causal': True},
-        'without': maps(197),
-      },
+    Target(platform=platform, calls=calls, **program)
+    for program, all_calls in [
+      (
+        {'args': shapes(8, 1024, 6, 64, 'bfloat16'), 'without': maps(1024)},
+        {'tpu': 4, 'cuda': 4},
+      ),
+      (
+        {
+          'args': shapes(2, 197, 3, 48, 'float32', masked=True),
+          'static': {'causal': True},
+          'without': maps(197),
+        },
+        {'tpu': 2, 'cuda': 4},
+      ),
+      (
+        {'args': shapes(16, 197, 4, 64, 'bfloat16', masked=True)},
+        {'tpu': 2},
+      ),
     ]
+    for platform, calls in all_calls.items()
   )
 
   # Hidden keys may have infinite weights, in rows that are then set to 0.

@@ -1,5 +1,6 @@
 """Order of the tokens by their number of learners, most first."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -28,18 +29,36 @@ def order(num_learners_T: jax.Array, learners: int) -> Order:
     learners: N.
   """
   k_T = jnp.clip(num_learners_T.astype(jnp.int32), 0, learners)
-  # A counting sort, as there are only N + 1 different keys. It is stable, so
-  # that tokens with equal keys are read from memory in order.
+  # A TPU writes scalars one by one, and sorts fast.
+  token_T, slot_T = jax.lax.platform_dependent(
+    k_T,
+    tpu=by_sorting,
+    default=functools.partial(counted, learners=learners),
+  )
+  runs_TN = k_T[:, None] > jnp.arange(learners, dtype=jnp.int32)
+  return Order(token_T, slot_T, runs_TN.sum(axis=0, dtype=jnp.int32))
+
+
+def by_sorting(k_T):
+  """Returns token_T and slot_T, which XLA sorts by the same code."""
+  # Of the same type as by counting, with `jax_enable_x64` too.
+  token_T = jnp.argsort(-k_T, stable=True).astype(jnp.int32)
+  return token_T, jnp.argsort(token_T).astype(jnp.int32)
+
+
+def counted(k_T, learners):
+  """Returns token_T and slot_T by counting, as there are few different keys.
+
+  It is stable as well: tokens with equal keys are read from memory in order.
+  """
   levels_K = jnp.arange(learners, -1, -1, dtype=jnp.int32)
   same_KT = (k_T == levels_K[:, None]).astype(jnp.int32)
   rank_KT = jnp.cumsum(same_KT, axis=1)
-  at_least_K = jnp.cumsum(rank_KT[:, -1])
-  first_K = at_least_K - rank_KT[:, -1]
+  first_K = jnp.cumsum(rank_KT[:, -1]) - rank_KT[:, -1]
   slot_T = jnp.sum(same_KT * (rank_KT + first_K[:, None]), axis=0) - 1
   tokens_T = jnp.arange(k_T.size, dtype=jnp.int32)
   token_T = jnp.zeros_like(tokens_T)
   token_T = token_T.at[slot_T].set(
     tokens_T, unique_indices=True, mode='promise_in_bounds'
   )
-  # Learner n runs where k > n, that is on levels N, N - 1, …, n + 1.
-  return Order(token_T, slot_T, at_least_K[-2::-1])
+  return token_T, slot_T

@@ -1,10 +1,9 @@
 """Learners on TPUs.
 
 XLA gathers the tokens in order before the kernel, and its results back after
-it, so that tiles of tokens are contiguous. These two copies of [T, D] are cheap
-relative to the products with N · F hidden units per token; rows copied within
-the kernel would be too short for TPUs to read efficiently. Hidden units stay on
-the chip, and both kernels of the gradient recompute them.
+it, so that tiles of tokens are contiguous. That is the largest part of the time
+which does not depend on the number of learners. Hidden units stay on the chip,
+and both kernels of the gradient recompute them.
 """
 
 import functools
@@ -18,11 +17,12 @@ from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles as tiles_lib
 from mod_jax_kernels.acm_mlp import reference
 from mod_jax_kernels.acm_mlp.tiles import TILES
-from mod_jax_kernels.pallas_parts import block_of, interpret, product
-
-# More than the default, because weights are held in large blocks; less than any
-# current TPU has.
-_VMEM_BYTES = 60 * 2**20
+from mod_jax_kernels.pallas_parts import (
+  VMEM_BYTES,
+  block_of,
+  interpret,
+  product,
+)
 
 
 @dispatch.jit(static_argnames='activation')
@@ -262,7 +262,7 @@ def _bias(b1_NF):
 def _options(*semantics):
   return {
     'compiler_params': pltpu.CompilerParams(
-      dimension_semantics=semantics, vmem_limit_bytes=_VMEM_BYTES
+      dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES
     ),
     'interpret': interpret(),
   }

@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch, tiles
-from mod_jax_kernels.pallas_parts import LANES, product
-from mod_jax_kernels.route_scores import reference
+from mod_jax_kernels.pallas_parts import LANES, of_present, product
+from mod_jax_kernels.route_scores import pallas_rows, reference
 from mod_jax_kernels.route_scores.tiles import TILES
 
 _LOWEST = -1e30
@@ -25,6 +25,8 @@ _LOWEST = -1e30
 @dispatch.jit(static_argnames='causal')
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   """See `reference.forward`; the mask is valid_BL."""
+  if pallas_rows.fits(q_BLHC):
+    return pallas_rows.forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, causal=causal)
   batch, length, heads, channels = q_BLHC.shape
   block, padded = _block(length)
   q_BHCL, k_BHCL, v_BHCL = (
@@ -83,6 +85,8 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
 def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   """See `reference.backward`; the mask is valid_BL."""
   q_BLHC, k_BLHC, v_BLHC, mask_BL, out_BLHC, lse_BHL = residuals
+  if pallas_rows.fits(q_BLHC):
+    return pallas_rows.backward(dout_BLHC, dcolumn_BL, residuals, causal=causal)
   batch, length, heads, channels = q_BLHC.shape
   block, padded = _block(length)
   blocks = padded // block
@@ -200,15 +204,8 @@ def _along(block, index, heads=lambda b, h, *_: h):
 def _call(kernel, grid, inputs, outputs, *, scratch, parallel=3):
   """Calls a kernel; absent inputs are passed to it as None."""
   present = [(x, spec) for x, spec in inputs if x is not None]
-
-  def kernel_of_present(*refs):
-    remaining = iter(refs)
-    kernel(
-      *(None if x is None else next(remaining) for x, _ in inputs), *remaining
-    )
-
   return pl.pallas_call(
-    kernel_of_present,
+    of_present(kernel, [x for x, _ in inputs]),
     grid=grid,
     in_specs=[spec(x.shape) for x, spec in present],
     out_specs=[spec(shape) for shape, _, spec in outputs],

@@ -4,7 +4,8 @@
 # smaller blocks are derived. The names of sizes begin with the kernel, of which
 # a program holds a block of the first kind and loops over those of the second.
 TILES = {
-  'pallas': {'': {'block': 512}},
+  # Rows of up to `row` tokens are not cut into blocks.
+  'pallas': {'': {'block': 512, 'row': 640}},
   'triton': {
     '': {
       'forward_queries': 128,

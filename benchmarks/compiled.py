@@ -1,0 +1,361 @@
+"""What compilers say of the kernels, for devices that need not be there.
+
+    python benchmarks/compiled.py
+
+Compiles `route_scores` and `acm_mlp` at the sizes of a ViT-B on 128 images in
+bfloat16, forward and with all gradients, and beside them other programs for the
+same: XLA's own, which makes the whole attention map, or is a static MLP; and
+`route_scores` in blocks, as longer rows take it.
+
+For a chip of each kind of TPU this takes libtpu, and tells cycles, those of
+them outside of kernels (copies, gathers, sorts) by operation, and bytes. XLA
+estimates the cycles of most of its own operations. For kernels and for the
+others they are the instructions that they issue, counted in the assembled code
+by the bounds of its loops, with all branches taken: a tile of `acm_mlp` counts
+with all of its learners. That leaves out waits for memory. Bytes are what XLA
+counts for its own operations, and every array of a kernel once. For an H200 it
+takes Triton, and tells registers, spilled bytes and shared memory of each
+kernel, as ptxas assembles it. Floors: every array moved once, and every product
+at the peak. The result is written beside this file as JSON.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+from absl import app, flags
+import jax
+import jax.numpy as jnp
+import kernel_cases
+
+from mod_jax import peaks
+from mod_jax.prove import slices
+from mod_jax_kernels import tiles
+import results as results_lib
+
+_DEVICES = flags.DEFINE_list('devices', ['v5e', 'v5p', 'H200'], 'Which.')
+_OPS = flags.DEFINE_list('ops', ['route_scores', 'acm_mlp'], 'Which.')
+_DIRECTIONS = flags.DEFINE_list('directions', ['forward', 'gradient'], 'Which.')
+_PROGRAMS = flags.DEFINE_list(
+  'programs', ['kernels', 'blocks', 'xla'], 'Which.'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """A chip: slice to compile for, JAX's name, bytes/s of memory, and clock.
+
+  Bandwidths are from the pages named in `mod_jax.prove.slices`. Clocks follow
+  from the peak: four matrix units of 128 x 128 in a core, two cores in a v5p.
+  """
+
+  topology: str
+  kind: str
+  bandwidth: float
+  units: int
+
+  @property
+  def clock(self) -> float:
+    return peaks.BFLOAT16[self.kind] / (2 * self.units * 128**2)
+
+  def floor(self, num_bytes: float, flops: float) -> dict[str, float]:
+    """Returns lower bounds of the cycles."""
+    return {
+      'bytes': num_bytes / self.bandwidth * self.clock,
+      'products': flops / peaks.BFLOAT16[self.kind] * self.clock,
+    }
+
+
+CHIPS = {
+  'v5e': Chip('v5e:2x2', 'TPU v5 lite', 819e9, 4),
+  'v5p': Chip('v5p:2x2x1', 'TPU v5p?', 2765e9, 8),
+}
+
+
+def shapes(op: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+  """Returns the arrays, those of heads as the projections write them."""
+  args = jax.eval_shape(lambda: kernel_cases.arrays(op, 'bfloat16'))
+  if op == 'route_scores':
+    return tuple(
+      jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * x.shape[3]), x.dtype)
+      for x in args
+    )
+  return args
+
+
+def program(op: str, direction: str, implementation: str | None):
+  """Returns a function of `shapes`, and of the result's gradient after them.
+
+  Args:
+    op: the operation.
+    direction: `forward` or `gradient`.
+    implementation: a backend; `xla` of `acm_mlp` is a static MLP.
+  """
+  inputs = kernel_cases.INPUTS[op]
+
+  def forward(*args):
+    if op == 'route_scores':
+      shape = jax.eval_shape(lambda: kernel_cases.arrays(op, 'bfloat16'))[0]
+      heads = (x.reshape(shape.shape) for x in args)
+      out_BLHC, score_BL = kernel_cases.call(op, implementation)(*heads)
+      return out_BLHC.reshape(args[0].shape), score_BL
+    if implementation == 'xla':
+      x_TD, w1_NDF, b1_NF, w2_NFD, _ = args
+      w1_DH = jnp.moveaxis(w1_NDF, 0, 1).reshape(x_TD.shape[1], -1)
+      hidden_TH = jax.nn.gelu(x_TD @ w1_DH + b1_NF.reshape(-1), False)
+      return hidden_TH @ w2_NFD.reshape(-1, w2_NFD.shape[-1]), ()
+    return kernel_cases.call(op, implementation)(*args), ()
+
+  def gradient(*args):
+    *args, dout = args
+    rest = args[inputs:]
+    out, vjp, more = jax.vjp(
+      lambda *x: forward(*x, *rest), *args[:inputs], has_aux=True
+    )
+    return out, more, vjp(dout)
+
+  return forward if direction == 'forward' else gradient
+
+
+def minimum(op: str, direction: str) -> tuple[float, float]:
+  """Returns bytes and FLOPs that no program can do without."""
+  args = shapes(op)
+  sizes = [x.size * x.dtype.itemsize for x in args]
+  inputs = kernel_cases.INPUTS[op]
+  x = sizes[0]  # Also the size of the result.
+  if op == 'route_scores':
+    batch, length, width = args[0].shape
+    product = 2 * batch * length**2 * width
+    products = 2 if direction == 'forward' else 2 + 5
+  else:
+    product = 2 * args[0].size * args[1].shape[0] * args[1].shape[2]
+    products = 2 if direction == 'forward' else 2 + 4
+  moved = sum(sizes) + x
+  if direction == 'gradient':
+    moved += x + sum(sizes[:inputs])
+  return moved, products * product
+
+
+def on_tpu(name: str, op: str, direction: str, which: str, folder) -> dict:
+  """Returns what the TPU compiler tells; `folder` is where it writes."""
+  args = shapes(op)
+  if direction == 'gradient':
+    args += args[:1]
+  function = program(op, direction, 'xla' if which == 'xla' else None)
+  with tiles.trying(**({'row': 0} if which == 'blocks' else {})):
+    told = estimated(name, function, args, folder)
+  moved, flops = minimum(op, direction)
+  return {
+    **told,
+    'floor_cycles': CHIPS[name].floor(moved, flops),
+    'floor_bytes': moved,
+  }
+
+
+def estimated(name: str, function, args, folder: pathlib.Path) -> dict:
+  """Compiles a function for a chip, and returns what the compiler tells."""
+  chip = CHIPS[name]
+  (found,) = slices.parse(chip.topology)
+  sharding = jax.sharding.SingleDeviceSharding(found.devices()[0])
+  jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
+  for path in folder.iterdir():
+    path.unlink()
+  with slices.quick_compiler():
+    compiled = jitted.lower(*args).compile()
+  found = operations(compiled.as_text(), folder)
+  kernels = [x for x in found if x['kernel']]
+  outside = collections.Counter()
+  for x in found:
+    if not x['kernel']:
+      outside[x['opcode']] += x['cycles']
+  memory = compiled.cost_analysis()['bytes accessed']
+  memory += sum(x['bytes'] for x in kernels)
+  return {
+    'cycles': sum(x['cycles'] for x in found),
+    'outside_kernels': sum(outside.values()),
+    'outside': {k: n for k, n in outside.most_common() if n},
+    'bytes': memory,
+    'spills': sum(x['spills'] for x in kernels),
+    'memory_cycles': chip.floor(memory, 0)['bytes'],
+  }
+
+
+@contextlib.contextmanager
+def dumped():
+  """Gives a folder for `estimated`; for once in a process, before libtpu."""
+  with tempfile.TemporaryDirectory() as folder:
+    os.environ['LIBTPU_INIT_ARGS'] = f'--xla_jf_dump_to={folder}'
+    yield pathlib.Path(folder)
+
+
+def operations(text: str, folder: pathlib.Path) -> list[dict]:
+  """Returns the operations of a compiled program.
+
+  Args:
+    text: of the program, with XLA's estimates.
+    folder: has the assembled code of each operation.
+  """
+  code = {}
+  for path in folder.glob('*-final_*.txt'):
+    match = re.match(r'\d+-(.+)-\d+-final_(bundles|hlo-.*)', path.stem)
+    if match:
+      code[match[1], match[2] == 'bundles'] = path
+  found = []
+  issued_by = {}  # Equal operations share their code.
+  for line in text[text.index('\nENTRY') :].splitlines():
+    match = re.match(
+      r'\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([a-z-]+)\(%?[^)]*\)', line
+    )
+    if not match:
+      continue
+    name, result, opcode = match.groups()
+    estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
+    if estimate:
+      cycles = int(estimate[1])
+    elif (name, True) in code:
+      cycles = issued(code[name, True].read_text())
+      issued_by[opcode, result] = cycles
+    else:
+      cycles = issued_by.get((opcode, result), 0)
+    kernel = 'tpu_custom_call' in line
+    about = {'name': name, 'opcode': opcode, 'cycles': cycles, 'kernel': kernel}
+    if kernel:
+      operands = re.search(r'operand_layout_constraints=\{(.*?\})\}', line)
+      about['bytes'] = num_bytes(f'{result} {operands[1]}')
+      about['spills'] = spills(code[name, False].read_text())
+    found.append(about)
+  return found
+
+
+def issued(code: str) -> int:
+  """Returns how many bundles of instructions assembled code issues."""
+  loops = [[0, 1]]  # Bundles of the open loops, and how often they run.
+
+  def close():
+    bundles, times = loops.pop()
+    loops[-1][0] += bundles * times
+
+  for line in code.splitlines():
+    match = re.match(
+      r'\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*(>*) (.*)', line
+    )
+    if match:
+      label, depth, bundle = match.groups()
+      # A bundle without instructions does not tell its depth.
+      depth = len(depth) if not bundle.startswith('{}') else len(loops) - 1
+      while len(loops) - 1 > depth - (label == 'LB'):
+        close()
+      if label == 'LB':
+        loops.append([0, 1])
+      loops[-1][0] += 1
+    bound = re.search(r'scmp\.ge\.s32\S* %\S+, (\d+) /\* loop exit', line)
+    if bound:
+      loops[-1][1] = int(bound[1])
+  while len(loops) > 1:
+    close()
+  return loops[0][0]
+
+
+def spills(utilization: str) -> int:
+  """Returns how many instructions spill a vector register."""
+  lines = utilization.splitlines()
+  column = lines[1].split(', ').index('VSTORE:SPILL')
+  return sum(int(line.split()[column]) for line in lines[4:] if line)
+
+
+def num_bytes(types: str) -> int:
+  """Returns the bytes of all arrays in a text such as `(bf16[8,128]{1,0})`."""
+  return sum(
+    math.prod(map(int, filter(None, shape.split(',')))) * int(bits) // 8
+    for bits, shape in re.findall(r'[a-z](\d+)\[([\d,]*)\]', types)
+  )
+
+
+def on_hopper(op: str, direction: str) -> list[dict]:
+  """Returns what ptxas tells of each Triton kernel of a program."""
+  from jax.sharding import AbstractDevice, AbstractMesh
+  from jax_triton import triton_lib
+
+  device = AbstractDevice(
+    device_kind='NVIDIA H200', num_cores=132, platform='cuda'
+  )
+  mesh = AbstractMesh((1,), ('x',), abstract_device=device)
+  args = shapes(op)
+  if direction == 'gradient':
+    args += args[:1]
+  made = []
+  compile_kernel = triton_lib.compile_ttir_to_ptx_inplace
+
+  def noting(*args, **kwargs):
+    made.append(compile_kernel(*args, **kwargs))
+    return made[-1]
+
+  triton_lib.compile_ttir_to_ptx_inplace = noting
+  try:
+    with jax.sharding.use_abstract_mesh(mesh):
+      traced = jax.jit(program(op, direction, 'triton')).trace(*args)
+      traced.lower(lowering_platforms=('cuda',))
+  finally:
+    triton_lib.compile_ttir_to_ptx_inplace = compile_kernel
+  return [assembled(kernel) for kernel in made]
+
+
+def assembled(kernel) -> dict:
+  """Returns registers of a thread and spilled bytes of a compiled kernel."""
+  from triton.backends.nvidia import compiler
+
+  with tempfile.TemporaryDirectory() as folder:
+    path = f'{folder}/kernel.ptx'
+    with open(path, 'w') as file:
+      file.write(kernel.binary)
+    told = subprocess.run(
+      [
+        *(compiler.get_ptxas(90).path, '-v', '--gpu-name=sm_90a'),
+        *(path, '-o', f'{folder}/kernel.cubin'),
+      ],
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stderr
+  registers = re.search(r'Used (\d+) registers', told)
+  stored = re.search(r'(\d+) bytes spill stores', told)
+  return {
+    'name': kernel.name,
+    'registers': int(registers[1]),
+    'spilled_bytes': int(stored[1]),
+    'shared_bytes': kernel.shared_mem_bytes,
+  }
+
+
+def main(_):
+  cells = []
+  with dumped() as folder:
+    for device, op, direction, which in itertools.product(
+      *(_DEVICES.value, _OPS.value, _DIRECTIONS.value, _PROGRAMS.value)
+    ):
+      if which == 'blocks' and (op != 'route_scores' or device not in CHIPS):
+        continue
+      if which == 'xla' and device not in CHIPS:
+        continue  # XLA compiles for GPUs only where one is.
+      cell = {'device': device, 'op': op, 'direction': direction}
+      cell['program'] = which
+      if device in CHIPS:
+        cell |= on_tpu(device, op, direction, which, folder)
+      else:
+        cell['kernels'] = on_hopper(op, direction)
+      cells.append(cell)
+      print(json.dumps(cell), file=sys.stderr, flush=True)
+  results_lib.save(__file__, {'cells': cells})
+
+
+if __name__ == '__main__':
+  app.run(main)
