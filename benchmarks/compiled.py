@@ -20,6 +20,7 @@ at the peak. The result is written beside this file as JSON.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -146,21 +147,29 @@ def minimum(op: str, direction: str) -> tuple[float, float]:
 
 def on_tpu(name: str, op: str, direction: str, which: str, folder) -> dict:
   """Returns what the TPU compiler tells; `folder` is where it writes."""
-  chip = CHIPS[name]
-  (found,) = slices.parse(chip.topology)
   args = shapes(op)
   if direction == 'gradient':
     args += args[:1]
+  function = program(op, direction, 'xla' if which == 'xla' else None)
+  with tiles.trying(**({'row': 0} if which == 'blocks' else {})):
+    told = estimated(name, function, args, folder)
+  moved, flops = minimum(op, direction)
+  return {
+    **told,
+    'floor_cycles': CHIPS[name].floor(moved, flops),
+    'floor_bytes': moved,
+  }
+
+
+def estimated(name: str, function, args, folder: pathlib.Path) -> dict:
+  """Compiles a function for a chip, and returns what the compiler tells."""
+  chip = CHIPS[name]
+  (found,) = slices.parse(chip.topology)
   sharding = jax.sharding.SingleDeviceSharding(found.devices()[0])
-  jitted = jax.jit(
-    program(op, direction, 'xla' if which == 'xla' else None),
-    in_shardings=sharding,
-    out_shardings=sharding,
-  )
+  jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
   for path in folder.iterdir():
     path.unlink()
-  sizes = {'row': 0} if which == 'blocks' else {}
-  with slices.quick_compiler(), tiles.trying(**sizes):
+  with slices.quick_compiler():
     compiled = jitted.lower(*args).compile()
   found = operations(compiled.as_text(), folder)
   kernels = [x for x in found if x['kernel']]
@@ -168,7 +177,6 @@ def on_tpu(name: str, op: str, direction: str, which: str, folder) -> dict:
   for x in found:
     if not x['kernel']:
       outside[x['opcode']] += x['cycles']
-  moved, flops = minimum(op, direction)
   memory = compiled.cost_analysis()['bytes accessed']
   memory += sum(x['bytes'] for x in kernels)
   return {
@@ -178,9 +186,15 @@ def on_tpu(name: str, op: str, direction: str, which: str, folder) -> dict:
     'bytes': memory,
     'spills': sum(x['spills'] for x in kernels),
     'memory_cycles': chip.floor(memory, 0)['bytes'],
-    'floor_cycles': chip.floor(moved, flops),
-    'floor_bytes': moved,
   }
+
+
+@contextlib.contextmanager
+def dumped():
+  """Gives a folder for `estimated`; for once in a process, before libtpu."""
+  with tempfile.TemporaryDirectory() as folder:
+    os.environ['LIBTPU_INIT_ARGS'] = f'--xla_jf_dump_to={folder}'
+    yield pathlib.Path(folder)
 
 
 def operations(text: str, folder: pathlib.Path) -> list[dict]:
@@ -324,9 +338,7 @@ def assembled(kernel) -> dict:
 
 def main(_):
   cells = []
-  with tempfile.TemporaryDirectory() as folder:
-    # Read once, as libtpu is loaded.
-    os.environ['LIBTPU_INIT_ARGS'] = f'--xla_jf_dump_to={folder}'
+  with dumped() as folder:
     for device, op, direction, which in itertools.product(
       *(_DEVICES.value, _OPS.value, _DIRECTIONS.value, _PROGRAMS.value)
     ):
@@ -337,7 +349,7 @@ def main(_):
       cell = {'device': device, 'op': op, 'direction': direction}
       cell['program'] = which
       if device in CHIPS:
-        cell |= on_tpu(device, op, direction, which, pathlib.Path(folder))
+        cell |= on_tpu(device, op, direction, which, folder)
       else:
         cell['kernels'] = on_hopper(op, direction)
       cells.append(cell)

@@ -2,13 +2,15 @@
 
     python benchmarks/decode_real.py --model=FOLDER --torch=python3.11
 
-FOLDER is a language model of Hugging Face, such as SmolLM2-135M. Each library
-runs in its own process, loads the model in float32 or as `--dtypes` says, and
-continues batches of random prompts greedily. They take turns. The first call of
-each shape, in which mod_jax compiles, is reported separately. Steps per second
-are new tokens of a row over the time of the whole call, including the prompt.
-Memory is the peak of the process after the batch sizes so far. The result is
-written beside this file as JSON.
+FOLDER is a language model of Hugging Face, such as SmolLM2-135M. Runs that made
+it routed, such as those of `convert_smollm2.py`, are measured beside it with
+`--converted`; they choose tokens by the causal rule that they were trained for.
+Each runs in its own process, loads the model in float32 or as `--dtypes` says,
+and continues batches of random prompts greedily. They take turns. The first
+call of each shape, in which mod_jax compiles, is reported separately. Steps per
+second are new tokens of a row over the time of the whole call, including the
+prompt. Memory is the peak of the process after the batch sizes so far. The
+result is written beside this file as JSON.
 """
 
 import contextlib
@@ -34,6 +36,9 @@ _ROUNDS = flags.DEFINE_integer('rounds', 10, 'Timed calls of each.')
 _DTYPES = flags.DEFINE_list(
   'dtypes', ['int8'], 'Also measured, as mod_jax.load takes them.'
 )
+_CONVERTED = flags.DEFINE_list(
+  'converted', [], 'Workdirs of routed models, also measured.'
+)
 _TORCH = flags.DEFINE_string(
   'torch', None, 'A Python with torch and transformers.', required=True
 )
@@ -42,8 +47,8 @@ _TORCH = flags.DEFINE_string(
 def measure(processes, batch: int) -> dict:
   """Returns each library's figures for a batch size, and their ratios.
 
-  `speedup` is that of mod_jax over PyTorch, and each further dtype's that over
-  mod_jax in float32.
+  `speedup` is that of mod_jax over PyTorch, and that of each further dtype and
+  routed model over mod_jax in float32.
   """
   measurements = {name: [] for name in processes}
 
@@ -62,8 +67,8 @@ def measure(processes, batch: int) -> dict:
       'peak_mib': later[-1]['peak'],
     }
   seconds = {k: [x['seconds'] for x in v[1:]] for k, v in measurements.items()}
-  for dtype in _DTYPES.value:
-    cell[dtype] |= _faster(seconds, 'mod_jax', dtype)
+  for name in (*_DTYPES.value, *_CONVERTED.value):
+    cell[name] |= _faster(seconds, 'mod_jax', name)
   return cell | _faster(seconds, 'torch', 'mod_jax')
 
 
@@ -74,15 +79,21 @@ def _faster(seconds, than: str, name: str) -> dict:
 
 def main(_):
   machine.with_malloc(machine.KEPT)
-  pythons = {'mod_jax': sys.executable, 'torch': _TORCH.value}
-  pythons |= dict.fromkeys(_DTYPES.value, sys.executable)
+  dense, ours = _MODEL.value, sys.executable
+  # Python, library and model by name.
+  measured = {
+    'mod_jax': (ours, 'mod_jax', dense),
+    'torch': (_TORCH.value, 'torch', dense),
+  }
+  measured |= {dtype: (ours, dtype, dense) for dtype in _DTYPES.value}
+  measured |= {run: (ours, 'mod_jax', run) for run in _CONVERTED.value}
   about, cells = {}, []
   with contextlib.ExitStack() as stack:
     processes = {}
-    for name, python in pythons.items():
-      sizes = (_MODEL.value, _THREADS.value, _PROMPT.value, _NEW.value)
+    for name, (python, *what) in measured.items():
+      sizes = (_THREADS.value, _PROMPT.value, _NEW.value)
       processes[name], about[name] = stack.enter_context(
-        child.steps(python, 'real_steps.py', name, *sizes)
+        child.steps(python, 'real_steps.py', *what, *sizes)
       )
     for batch in map(int, _BATCHES.value):
       cells.append(measure(processes, batch))

@@ -4,7 +4,8 @@
 of each. Input lines are numbers of prompts; output lines are JSON with the
 seconds that they took and the peak memory of the process in MiB. Arguments:
 library (`mod_jax`, `torch`, or a dtype in which mod_jax loads the model),
-folder of the model, threads, tokens of a prompt, new tokens.
+folder of the model or of a run of mod_jax, threads, tokens of a prompt, new
+tokens.
 """
 
 import functools
@@ -29,6 +30,7 @@ def mod_jax_generate(folder, new, dtype=None):
       *(run.model, run.variables, tokens_BP),
       max_new_tokens=new,
       temperature=0.0,
+      mode=run.config.decoding_mode,
     )
     generated.tokens_BN.block_until_ready()
 

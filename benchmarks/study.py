@@ -55,6 +55,7 @@ def of_language(config: ExperimentConfig, metrics: dict) -> dict:
     'without_routed_blocks': metrics.get('never/loss'),
     'router_rule': metrics.get('router/loss'),
     'threshold_rule': metrics.get('threshold/loss'),
+    'fixed_rule': metrics.get('fixed/loss'),
     'experts': _of_experts(metrics),
     'steps': config.train.num_steps,
     'forward_flops': flops.forward(config.model, length),
@@ -154,6 +155,7 @@ class Study:
   def record(self, name: str, result: dict) -> None:
     """Adds a run's line to the results."""
     line = {'run': name, **result, **machine.environment()}
+    self.path().parent.mkdir(parents=True, exist_ok=True)
     with self.path().open('a') as file:
       file.write(json.dumps(line) + '\n')
 

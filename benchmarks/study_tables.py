@@ -11,7 +11,7 @@ from machine import cell, markdown, spread
 import numpy as np
 
 # Runs of `conversion.py` that the table treats specially: the baseline of all
-# others, and the one without routed blocks.
+# others, which `convert_smollm2.py` has too, and the one without routed blocks.
 PARENT, PRUNED = 'dense, at first', 'without the block'
 # Runs of `speech_words.py` from which others start.
 FIRST_PHASES = ('learners', 'gates')
@@ -104,6 +104,41 @@ def conversion(found: Mapping[str, dict]) -> str:
     )
   header = ['model', 'seeds', 'nats per token', 'over the dense model at first']
   return markdown([*header, 'forward FLOPs over its'], rows)
+
+
+def converted(found: Mapping[str, dict]) -> str:
+  """Table of ways to convert a pretrained language model: losses and costs.
+
+  Differences are to the dense model that was trained on for as long, from the
+  same seed. Models whose blocks are deleted are judged without them.
+  """
+  rows = []
+  models = by_model(found)
+  for name, of_seed in models.items():
+    way, _, trained = name.rpartition(', ')
+    key = 'without_routed_blocks' if way.endswith('deleted') else 'loss'
+    runs, dense = list(of_seed.values()), models.get(f'dense, {trained}', {})
+    more = [
+      line[key] - dense[seed]['loss']
+      for seed, line in of_seed.items()
+      if seed in dense
+    ]
+    cost = runs[0]['forward_flops'] / found[f'{PARENT}/0']['forward_flops']
+    rules = ('router', 'threshold', 'fixed')
+    rows.append(
+      [
+        *(way, trained, str(len(runs)), over_seeds(runs, key)),
+        cell(spread(more)) if more else '',
+        *(over_seeds(runs, f'{rule}_rule') for rule in rules),
+        over_seeds(runs, 'without_routed_blocks'),
+        *(f'{cost:.3f}', f'{runs[0]["params"] / 1e6:.2f}'),
+        over_seeds(runs, 'cpu_seconds', 1 / 60, 0),
+      ]
+    )
+  header = ['model', 'trained', 'seeds', 'nats per token', 'over dense']
+  header += ['by router', 'by threshold', 'by fixed threshold']
+  header += ['without routed blocks', 'forward FLOPs of dense']
+  return markdown([*header, 'parameters, M', 'CPU minutes'], rows)
 
 
 def recovery_name(

@@ -115,12 +115,16 @@ def _weight_flops(config, length, row, parts) -> dict[str, int]:
   stack, prefix = config.stack, inner + row
   if stack.scan:
     prefix = f'{inner}layers/block_{i % stack.period}'
-  tokens = config.tokens_per_block(*_arguments(config, length))[i]
+  tokens, whole = (
+    x.tokens_per_block(*_arguments(config, length))[i]
+    for x in (config, config.dense_twin())
+  )
   counts = {}
-  block = stack.layers[i].block
-  for name, slot in block.slots.items():
-    left = block.left(tokens) if name == 'mlp' else tokens
-    counts |= slot.weight_flops(f'{prefix}/{name}', left)
+  layer = stack.layers[i]
+  of_attention, of_mlp = layer.halves(tokens, whole)
+  for name, slot in layer.block.slots.items():
+    entering = of_mlp if name == 'mlp' else of_attention
+    counts |= slot.weight_flops(f'{prefix}/{name}', entering)
   return counts
 
 

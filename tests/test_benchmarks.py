@@ -13,11 +13,15 @@ import time
 import numpy as np
 from PIL import Image
 import pytest
+import tiny
 
+import mod_jax
+from mod_jax import config as config_lib
 from mod_jax.data import audio_files
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+files = config_lib.load(ROOT / 'configs/lm/files.py')
 
 CASES = {
   'acm_layer': (
@@ -201,6 +205,44 @@ def test_what_routed_blocks_recover(tmp_path):
   out = run('recovery', 'tiny', 'table', f'workdir={tmp_path}')
   (row,) = (x for x in out.splitlines() if x.startswith('| 64 | 32 | 2 | '))
   assert row.endswith('| 0.100 ± 0.000 | 10% | 30% ± 0% | 20% ± 0% |')
+
+
+def test_ways_to_convert_a_model_are_compared(tmp_path, monkeypatch):
+  monkeypatch.setenv('HOME', str(tmp_path))  # For the tokens of the texts.
+  texts = f'{tiny.texts(tmp_path, **{f"t{i}": 500 for i in range(40)})}/*.txt'
+  config = files.complete(
+    config_lib.replace(
+      files.get_config('dense'),
+      {
+        'model.num_layers': 4,
+        'model.width': 12,
+        'model.num_heads': 2,
+        'data.files': texts,
+        'data.tokenizer_vocab_size': 262,
+      },
+    )
+  )
+  mod_jax.export(tiny.run(config), tmp_path / 'model', 'huggingface')
+  out = run(
+    *('convert_smollm2', 'tiny', f'workdir={tmp_path / "runs"}'),
+    *(f'model={tmp_path / "model"}', f'texts={texts}'),
+    'runs=^(dense|blocks of least influence|MoD, feed-forward).*172k',
+  )
+  rows = [x[2:].split(' | ') for x in out.splitlines() if x.startswith('| ')]
+  first, on, deleted, routed = rows[2:]
+  assert first[:2] == ['dense', 'at first']
+  assert on[:2] == ['dense', '172k tokens']
+  assert (on[4], on[9]) == ('0.000', '1.000')
+  assert deleted[0] == 'blocks of least influence deleted'
+  assert deleted[3] == deleted[8]
+  assert routed[0] == 'MoD, feed-forward alone, 50%'
+  assert float(deleted[9]) < float(routed[9]) < 1
+  # By the causal rules, too.
+  assert all(float(x) > 0 for x in routed[5:7])
+  path = tmp_path / 'runs/convert_smollm2.jsonl'
+  line = json.loads(path.read_text().splitlines()[0])
+  assert line['routed'] == 1
+  assert len(line['arank']) == len(line['influence']) == 4
 
 
 def test_models_that_see_are_compared(tmp_path):

@@ -114,6 +114,24 @@ class TestParts:
     assert flops.published_macs(self.config, length) * 2 == total
     assert flops.train(self.config, length) == 3 * total
 
+  def test_half_a_routed_block_costs_less(self):
+    length, kept = 21, 7
+    block = self.config.block
+    dense, routed = block.flops(length), block.flops(kept)
+    for part, other in (('attention', 'mlp'), ('mlp', 'attention')):
+      routing = MoDConfig(capacity=1 / 3, part=part, predictor_width=6)
+      layer = LayerConfig(block=block, routing=routing, capacity=1 / 3)
+      parts = layer.flops(length)
+      assert parts[part] == routed[part] < dense[part]
+      assert parts[other] == dense[other]
+      config = dataclasses.replace(self.config, routing=routing)
+      # Of frozen weights of a block that has a gradient for its router.
+      whole = flops.train(config, length)
+      saved = whole - flops.train(
+        config, length, lambda name: 'mlp/' in name and 'block_1' in name
+      )
+      assert saved == (routed if part == 'mlp' else dense)['mlp']
+
   @pytest.mark.parametrize('score', ['gaussian', 'stride'])
   def test_scores_that_do_not_look_cost_nothing(self, score):
     control = MoDConfig(capacity=0.3, score=score, predictor_width=6)

@@ -200,6 +200,23 @@ def compiled():
 
 
 @table
+def compiled_moves():
+  """What the TPU compiler tells of ways to order tokens and to move them."""
+  rows = [
+    [
+      cell['what'],
+      cell['how'],
+      *(f'{cell[key] / 1e3:,.0f}' for key in ('cycles', 'memory_cycles')),
+      f'{cell["bytes"] / 1e6:,.0f}',
+    ]
+    for cell in measured('compiled_moves')['cells']
+  ]
+  return markdown(
+    ['v5e', 'how', 'thousand cycles', 'to move its bytes', 'MB'], rows
+  )
+
+
+@table
 def compiled_gpu():
   """What ptxas tells of the Triton kernels."""
   rows = [

@@ -19,7 +19,7 @@ from mod_jax.layers.attention import (
   Score,
 )
 from mod_jax.layers.cache import KVCache
-from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import Mode, Part
 from mod_jax.layers.reduction import BlockReduction
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.token_info import TokenInfo
@@ -80,10 +80,19 @@ class BlockConfig(config_lib.Validated):
     return tokens if self.reduction is None else tokens - self.reduction.count
 
   def flops(
-    self, tokens: int, *, source_tokens: int | None = None, **kwargs
+    self,
+    tokens: int,
+    mlp_tokens: int | None = None,
+    *,
+    source_tokens: int | None = None,
+    **kwargs,
   ) -> dict[str, int]:
-    """Returns forward FLOPs by part; keywords as in `AttentionConfig.flops`."""
-    left = self.left(tokens)
+    """Returns forward FLOPs by part; keywords as in `AttentionConfig.flops`.
+
+    `mlp_tokens` is how many enter the feed-forward; None for all that are left
+    after the attention.
+    """
+    left = self.left(tokens) if mlp_tokens is None else mlp_tokens
     counts = [self.attention.flops(tokens, **kwargs), self.mlp.flops(left)]
     if self.reduction is not None:
       merge = self.reduction.kind.flops(
@@ -120,6 +129,8 @@ class Block(nn.Module):
   # independently the feed-forward, of this block (Huang et al. 2016).
   drop_rate: float = 0.0
   mode: Mode = Mode()
+  # What to run, where a layer runs the two halves on different tokens.
+  part: Part = dataclasses.field(default='block', kw_only=True)
 
   @nn.compact
   def __call__(
@@ -150,11 +161,11 @@ class Block(nn.Module):
       )
       return BlockOutput(update_BLD, aux={k: {'': x} for k, x in aux.items()})
 
-    parts = {
-      'attention': functools.partial(
+    parts = {}
+    if self.part != 'mlp':
+      parts['attention'] = functools.partial(
         attention('attention', score), cache=cache, rows_B=rows_B
       )
-    }
     if config.cross_attention is not None:
       require(
         info.source is not None,
@@ -164,7 +175,8 @@ class Block(nn.Module):
       parts['cross_attention'] = functools.partial(
         attention('cross_attention', self.score), source=info.source
       )
-    parts['mlp'] = feed_forward
+    if self.part != 'attention':
+      parts['mlp'] = feed_forward
     pre_norm = config.norm_place == 'pre'
     y_BLD, updates, cache, aux = x_BLD, [], None, {}
     for name, run in parts.items():

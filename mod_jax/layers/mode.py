@@ -14,6 +14,9 @@ RuleName = Literal[
   'top_k', 'router', 'predictor', 'threshold', 'fixed', 'never'
 ]
 
+# What of a block is routed, or run: all of it, or one of its two halves.
+Part = Literal['block', 'attention', 'mlp']
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingMode(config_lib.Validated):

@@ -57,6 +57,11 @@ class LayerConfig:
   drop_rate: float = 0.0
   tells_features: bool = False
 
+  @property
+  def caches_chosen(self) -> bool:
+    """Whether the cache is of the chosen tokens: attention is routed."""
+    return self.routing is not None and self.routing.part != 'mlp'
+
   def tokens(self, length: int, image_places: int = 0) -> int:
     """Returns the block's slots in training for a sequence of this length.
 
@@ -90,7 +95,7 @@ class LayerConfig:
       scorer = self.source_routing.scorer
       routing_parts['router'] += scorer.flops(source, width)
     tokens = self.tokens(length, image_places)
-    parts = self.block.flops(tokens, of=length, **kwargs)
+    parts = self.block.flops(*self.halves(tokens, length), of=length, **kwargs)
     if self.routing is not None:
       hidden = self.routing.predictor_width
       routing_parts['router'] += self.routing.scorer.flops(length, width)
@@ -98,6 +103,19 @@ class LayerConfig:
         routing_parts['predictor'] = 2 * length * hidden * (width + 1)
     # Sum: parts of the block may have the same names, such as `router`.
     return dict(Counter(parts) + routing_parts)
+
+  def halves(self, tokens: int, length: int) -> tuple[int, int]:
+    """Returns how many tokens attention and feed-forward process.
+
+    Args:
+      tokens: those of what is routed.
+      length: those of the sequence.
+    """
+    part = 'block' if self.routing is None else self.routing.part
+    return (
+      length if part == 'mlp' else tokens,
+      length if part == 'attention' else self.block.left(tokens),
+    )
 
   def source_tokens(self, length: int) -> int:
     """Returns how many tokens of a source cross-attention reads."""
@@ -251,11 +269,18 @@ class Layer(nn.Module):
     for scores that need it. `router` is what all routed layers share, if any.
     """
     config = self.config
-    block = Block(
-      *(config.block, config.attention_score, config.drop_rate, self.mode),
-      name='process',
-    )
-    nn.share_scope(self, block)
+    part = 'block' if config.routing is None else config.routing.part
+
+    def block_of(part, name):
+      block = Block(
+        *(config.block, config.attention_score, config.drop_rate, self.mode),
+        part=part,
+        name=name,
+      )
+      nn.share_scope(self, block)
+      return block
+
+    block = block_of(part, 'process')
     source_aux = {}
     if config.source_routing is not None:
       choice = SourceChoice(
@@ -271,6 +296,34 @@ class Layer(nn.Module):
       x_BLD = x_BLD + output.update_BLD
       return LayerOutput(x_BLD, output.cache, output.aux | source_aux, info)
 
+    decodes, given = cache is not None, (score_BL, router)
+    if part == 'block':
+      output = self._route(block, x_BLD, info, cache, decodes, *given)
+      return output.replace(aux=output.aux | source_aux)
+    rest = block_of('mlp' if part == 'attention' else 'attention', 'rest')
+    if part == 'attention':
+      first = self._route(block, x_BLD, info, cache, decodes, *given)
+      second = rest(first.x_BLD, info)
+      x_BLD = first.x_BLD + second.update_BLD
+    else:
+      first = rest(x_BLD, info, cache)
+      x_BLD = x_BLD + first.update_BLD
+      second = self._route(block, x_BLD, info, None, decodes, *given)
+      x_BLD = second.x_BLD
+    aux = dict(first.aux)
+    for kind, value in second.aux.items():
+      aux[kind] = aux[kind] | value if kind in aux else value
+    return LayerOutput(x_BLD, first.cache, aux | source_aux)
+
+  def _route(
+    self, block, x_BLD, info, cache, decodes: bool, score_BL, router
+  ) -> LayerOutput:
+    """Runs the block, or its routed half, on the chosen tokens.
+
+    `decodes` is whether tokens came before these; the feed-forward alone has no
+    cache that would tell.
+    """
+    config = self.config
     length = x_BLD.shape[1]
     mode, capacity = self.mode.routing, config.capacity
     by_kind = config.routing.kinds is not None
@@ -282,9 +335,9 @@ class Layer(nn.Module):
       top, unplaced_B = _best_beside(
         *(routed.score_BL, capacity, routed.candidate_BL, info.valid_BL, slots)
       )
-    elif cache is None or rule is None:
+    elif not decodes or rule is None:
       top = self._top_k(routed.score_BL, info)
-    if cache is None:
+    if not decodes:
       routed = routed.replace(
         top_k_BL=routing.mark_tokens(top, length),
         kth_B=_last_score(routed.score_BL, top),
@@ -292,7 +345,7 @@ class Layer(nn.Module):
     routed = routed.replace(threshold_B=self._read_and_update_threshold(routed))
     requested_BL = self._decide(rule, routed, top, info)
 
-    if cache is None:
+    if not decodes:
       selection, count_B = top, None
       if rule is not None:
         slots = mode.slots(capacity, length)
@@ -314,12 +367,12 @@ class Layer(nn.Module):
       else:
         output = self._run(block, x_BLD, info, routed, selection, None, count_B)
     else:
-      chosen_BL = cache.room(requested_BL)
+      chosen_BL = requested_BL if cache is None else cache.room(requested_BL)
       # Not where nearly every row has a token that enters.
       if length <= _SHORT and mode.chunk != 0 and not by_kind:
         output = self._run_rows(block, x_BLD, info, routed, chosen_BL, cache)
       else:
-        slots = cache.slots
+        slots = length if cache is None else cache.slots
         if top is not None:
           slots = min(slots, top.index_BK.shape[1])
         selection = routing.select_decided(chosen_BL, slots)
@@ -327,8 +380,7 @@ class Layer(nn.Module):
     overflow_B = (requested_BL & ~chosen_BL).sum(axis=-1, dtype=jnp.int32)
     overflow_B += unplaced_B
     routed = routed.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)
-    aux = output.aux | source_aux | {'router': routed}
-    output = output.replace(aux=aux)
+    output = output.replace(aux=output.aux | {'router': routed})
     if config.routing.combine == 'weigh_bypass':
       factor_BL = jnp.where(chosen_BL, 1, 1 - routed.weight_BL)
       y_BLD = (output.x_BLD * factor_BL[..., None]).astype(x_BLD.dtype)

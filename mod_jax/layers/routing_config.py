@@ -8,7 +8,7 @@ from mod_jax import config as config_lib
 from mod_jax import routing
 from mod_jax.errors import require
 from mod_jax.layers import scores
-from mod_jax.layers.mode import RoutingMode, RuleName
+from mod_jax.layers.mode import Part, RoutingMode, RuleName
 from mod_jax.layers.rules import Rule
 from mod_jax.layers.scores import Score
 
@@ -90,6 +90,7 @@ class RoutingConfig:
   threshold_decay = 0.0
   keep_class_token = False
   train_rule = 'top_k'
+  part = 'block'
   train_slack = 1.25
 
   def __post_init__(self):
@@ -269,6 +270,9 @@ class MoDConfig(RoutingConfig):
   # Rule that chooses tokens in training: top-k, or the causal rule that will be
   # used afterwards.
   train_rule: RuleName | Rule = 'top_k'
+  # What the chosen tokens enter; all tokens enter the rest of the block. A
+  # router of the feed-forward alone reads the features after the attention.
+  part: Part = 'block'
   # Slots of a block trained by a causal rule, as a multiple of its capacity.
   train_slack: Annotated[float, config_lib.Range(ge=1)] = 1.25
 

@@ -132,7 +132,7 @@ class StackConfig:
     def layer_cache(layer):
       attention = layer.block.attention
       slots, limit_B = length, None
-      if layer.routing is not None:
+      if layer.caches_chosen:
         slots = layer.slots(mode, length, image_places)
         drops = mode.overflow == 'drop' and layer.routing.kinds is None
         if drops and length_B is not None:

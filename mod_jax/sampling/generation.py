@@ -30,7 +30,8 @@ class Generated:
       `causal_prompt`.
     causal_prompt: False if the prompt was read under top-k, which sees the
       future: then its log-probabilities are not those of a causal model.
-    routed: fraction of (token, routed layer) pairs that were processed.
+    routed: fraction of (token, routed layer) pairs that were processed, of the
+      layers whose attention is routed.
     overflow: number of such pairs that the rule chose but that got no slot,
       including those of rejected draft tokens.
     passes: int32 number of forward passes of the model, including the prefill:
@@ -375,19 +376,19 @@ def _generate(
   if (end_token := options.end_token) is not None:
     tokens_BN = jnp.where(place_N < length_B[:, None], tokens_BN, end_token)
     length_B -= text.ended_B
-  read_B = cache.length_B.sum() * max(config.num_routed, 1)
-  chosen = sum(
+  told = [
     block.length_B.sum()
     for block, layer in zip(cache.blocks, config.stack.layers, strict=True)
-    if layer.routing is not None
-  )
+    if layer.caches_chosen
+  ]
+  read, chosen = cache.length_B.sum() * len(told), sum(told)
   return Generated(
     tokens_BN=tokens_BN,
     length_B=length_B,
     log_prob_BN=text.log_prob_BN,
     prompt_log_prob_BP=prompt_log_prob_BP,
     causal_prompt=options.prefill.rule != 'top_k' or not config.num_routed,
-    routed=jnp.float32(chosen) / jnp.maximum(read_B, 1),
+    routed=jnp.float32(chosen) / jnp.maximum(read, 1),
     overflow=overflow,
     passes=text.passes,
   )

@@ -1,8 +1,9 @@
-"""Studies of language models: attention ranks, routing and copying."""
+"""Studies of language models: ranks, influence, routing and copying."""
 
 import collections
 import functools
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import scipy
 from mod_jax import config as config_lib
 from mod_jax import errors, viz
 from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import Layer
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.studies import devices
 from mod_jax.train.task import Study
@@ -92,9 +94,7 @@ def arank(task, params, model_state) -> Study:
   tokens_R, rank_R = np.mean(counts_NR2, axis=0).T
   share_R = rank_R / np.maximum(tokens_R - 1, 1)
   routed = [i for i, c in enumerate(config.capacities) if c is not None]
-  count = len(routed) or max(1, len(rank_R) // 2)
-  order = np.argsort(share_R, kind='stable')
-  suggested = sorted(order[:count].tolist())
+  suggested = _lowest(share_R, len(routed))
   lines = [f'{"block":>9}{"tokens":>9}{"rank":>9}{"share":>9}']
   for i, (tokens, rank, share) in enumerate(
     zip(tokens_R, rank_R, share_R, strict=True)
@@ -128,6 +128,12 @@ def arank(task, params, model_state) -> Study:
 
 
 _SOWN = ('queries', 'keys')
+
+
+def _lowest(value_R, count: int) -> list[int]:
+  """Returns the blocks of lowest value: `count`, or half of all for 0."""
+  order = np.argsort(value_R, kind='stable')
+  return sorted(order[: count or max(1, len(order) // 2)].tolist())
 
 
 def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
@@ -175,6 +181,63 @@ def _single_rows(task, *, whole: bool):
       f' none: set data.length={task.config.data.length} lower, or give more'
       ' text.'
     )
+
+
+@devices.on_one_device
+def influence(task, params, model_state) -> Study:
+  """Measures how far each block turns the features, to find idle blocks.
+
+  This is the Block Influence of ShortGPT (Men et al. 2024, Eq. 1): 1 minus the
+  cosine between a token's features before and after the block, averaged over
+  held-out tokens. ShortGPT deletes the blocks where it is lowest; here as many
+  are named as are routed now, or half of a dense model's. Routed models choose
+  their tokens by top-k.
+  """
+  config = config_lib.replace(task.config, {'model.remat': 'none'}).model
+  config, variables = config.unrolled({'params': params, **model_state})
+  model = config.build()
+
+  @jax.jit
+  def look(variables, batch):
+    cosine_RBL = []
+
+    def compare(call, args, kwargs, context):
+      output = call(*args, **kwargs)
+      if (
+        isinstance(context.module, Layer) and context.method_name == '__call__'
+      ):
+        before_BLD, after_BLD = (
+          x.astype(jnp.float32) for x in (args[0], output.x_BLD)
+        )
+        cosine_RBL.append(optax.cosine_similarity(before_BLD, after_BLD))
+      return output
+
+    args, kwargs = task.modality.inputs(batch, train=False)
+    key = jax.random.key(task.config.seed)
+    with nn.intercept_methods(compare):
+      model.apply(variables, *args, **kwargs, rngs={'routing': key})
+    real_BL = task.modality.token_weights(batch) > 0
+    distance_RBL = jnp.where(real_BL, 1 - jnp.stack(cosine_RBL), 0)
+    return distance_RBL.sum(axis=(1, 2)), real_BL.sum()
+
+  sums = [look(variables, batch) for batch in _few_rows(task, _BATCHES)]
+  total_R, tokens = (np.sum(x, axis=0) for x in zip(*sums, strict=True))
+  influence_R = total_R / tokens
+  suggested = _lowest(influence_R, config.num_routed)
+  lines = [f'{"block":>9}{"influence":>11}']
+  lines += [f'{i:9d}{value:11.4f}' for i, value in enumerate(influence_R)]
+  lines.append(
+    f'1 - cosine of the features before and after a block, {int(tokens):,}'
+    f' held-out tokens. Lowest: model.routing.layers={tuple(suggested)}'
+  )
+  return Study(
+    text='\n'.join(lines),
+    metrics={
+      'influence': influence_R.tolist(),
+      'tokens': int(tokens),
+      'suggested': suggested,
+    },
+  )
 
 
 @devices.on_one_device

@@ -414,6 +414,7 @@ class Language(Modality):
     by_name = {
       'arank': functools.partial(studies.arank, task),
       'copying': functools.partial(studies.copying, task),
+      'influence': functools.partial(studies.influence, task),
     }
     model = self.config.model
     if model.num_routed:

@@ -166,6 +166,10 @@ def test_order_is_a_stable_sort():
   )
   np.testing.assert_array_equal(order.slot_T, np.argsort(order.token_T))
   assert order.count_N.tolist() == [(clipped > n).sum() for n in range(N)]
+  # As a TPU does it.
+  token_T, slot_T = order_lib.by_sorting(jnp.asarray(clipped))
+  np.testing.assert_array_equal(token_T, order.token_T)
+  np.testing.assert_array_equal(slot_T, order.slot_T)
 
 
 def test_more_learners_than_the_counts_type_can_hold():

@@ -142,6 +142,45 @@ class TestProcess:
     expected = oracle(x_BLD, info, told.chosen_BL, score_BL)
     np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
 
+  @pytest.mark.parametrize('part', ['attention', 'mlp'])
+  def test_half_a_block_is_routed(
+    self, module, params, block_config, block_oracle, x_BLD, padded, part
+  ):
+    """Each half by the oracle of a block whose other half adds nothing."""
+
+    def half(idle, x_BLD, seen_BL):
+      part, name = idle
+      maps = params[part] | {name: {'kernel': 0 * params[part][name]['kernel']}}
+      return block_oracle(
+        *(params | {part: maps}, block_config, x_BLD, padded.position_BL),
+        seen_BL,
+      )
+
+    def attention(x_BLD, seen_BL):
+      return half(('mlp', 'down'), x_BLD, seen_BL)
+
+    def mlp(x_BLD):
+      return half(('attention', 'out'), x_BLD, VALID_BL)
+
+    routed = module(dataclasses.replace(LEARNED, part=part))
+    y_BLD, told = apply(routed, params, x_BLD, padded)
+    chosen_BL = np.asarray(told.chosen_BL)
+    assert chosen_BL.any(axis=-1).all()
+    weight_BL1 = np.where(chosen_BL, told.weight_BL, 0)[..., None]
+    want_BLD = np.asarray(x_BLD, np.float64)
+    if part == 'mlp':
+      want_BLD = want_BLD + attention(want_BLD, VALID_BL)
+    score_BL = want_BLD @ np.asarray(params['router']['kernel'])
+    np.testing.assert_allclose(
+      told.score_BL[VALID_BL], score_BL[VALID_BL], atol=1e-4
+    )
+    if part == 'attention':
+      want_BLD = want_BLD + weight_BL1 * attention(want_BLD, chosen_BL)
+      want_BLD = want_BLD + mlp(want_BLD)
+    else:
+      want_BLD = want_BLD + weight_BL1 * mlp(want_BLD)
+    np.testing.assert_allclose(y_BLD[VALID_BL], want_BLD[VALID_BL], atol=1e-4)
+
   @pytest.mark.parametrize('gate', [g for g in routing.GATES if g != 'none'])
   def test_the_gate_weighs_the_update(
     self, module, params, oracle, x_BLD, info, score_BL, gate

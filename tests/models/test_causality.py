@@ -56,12 +56,16 @@ ROUTING = {
   'predictor': mod(
     **{'train_rule': 'predictor', 'router_loss': 0.0, 'predictor_width': 4},
     **{'gate': 'one_plus_tanh', 'combine': 'replace', 'router_norm': True},
+    part='mlp',
   ),
   'threshold': mod(
     **{'train_rule': 'threshold', 'router_loss': 0.0, 'threshold_decay': 0.5},
     gate='alpha_sigmoid',
   ),
-  'own rule': mod(train_rule=rules.Positive(), router_loss=0.0, gate='raw'),
+  'own rule': mod(
+    **{'train_rule': rules.Positive(), 'router_loss': 0.0, 'gate': 'raw'},
+    part='attention',
+  ),
   'gaussian': mod(score='gaussian', train_rule='fixed', gate='none'),
   'stride': mod(score='stride', train_rule='fixed'),
 }

@@ -190,6 +190,29 @@ class TestForms:
     assert chosen_RBL[..., 4:].any()
     np.testing.assert_allclose(logits_BLV, full.logits_BLV, atol=1e-4)
 
+  @pytest.mark.parametrize('part', ['attention', 'mlp'])
+  def test_half_a_block_decodes_to_the_full_forward(
+    self, config, variables, generate, part
+  ):
+    routing = dataclasses.replace(config.routing, part=part)
+    config = dataclasses.replace(config, routing=routing)
+    mode = RoutingMode(rule='router', chunk=2)
+    full = tiny.apply(config, variables, TOKENS_BL, mode=mode)
+    logits_BLV, chosen_RBL, cache = generate(
+      *(config, variables, TOKENS_BL, jnp.ones((B, L), bool)),
+      mode=mode,
+      prompt=4,
+    )
+    np.testing.assert_array_equal(chosen_RBL, chosen(full))
+    counts_B = chosen_RBL[0].sum(axis=-1)
+    assert (counts_B < L).any()
+    assert chosen_RBL[..., 4:].any()
+    np.testing.assert_allclose(logits_BLV, full.logits_BLV, atol=1e-4)
+    # The attention of a block whose feed-forward alone is routed sees all.
+    lengths = [L] * B if part == 'mlp' else counts_B.tolist()
+    assert cache.blocks[0].length_B.tolist() == lengths
+    assert cache.blocks[0].slots == L
+
   @pytest.mark.slow
   def test_a_shared_router_gets_the_sum_of_all_gradients(self, config):
     """Also where the layers are scanned."""

@@ -10,7 +10,9 @@ from scipy import stats
 import tiny
 
 from mod_jax.data.text import TextDataConfig
+from mod_jax.layers.routed import Layer
 from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.layers.token_info import TokenInfo
 from mod_jax.models.lm import LMConfig, LMOutput
 from mod_jax.studies import language
 from mod_jax.tasks import make_task
@@ -76,9 +78,10 @@ def test_entropy_by_blocks(tmp_path, monkeypatch):
   assert 'Spearman' in study.text
   study.figures['entropy'].canvas.draw()
   _check_ranks(task, params)
+  _check_influence(task, params)
   _check_copying(task, params, monkeypatch)
   dense = dataclasses.replace(config, model=MODEL.dense_twin())
-  assert set(make_task(dense).studies()) == {'arank', 'copying'}
+  assert set(make_task(dense).studies()) == {*('arank', 'copying', 'influence')}
 
 
 def _check_copying(task, params, monkeypatch):
@@ -134,6 +137,37 @@ def _check_ranks(task, params):
   assert study.metrics['suggested'] == [1, 2]
   assert 'model.routing.layers=(1, 2)' in study.text
   study.figures['arank'].canvas.draw()
+
+
+def _check_influence(task, params):
+  """An idle block has none; the first block's is computed by hand."""
+  idle = jax.tree.map(lambda x: x, params)
+  for part, name in (('attention', 'out'), ('mlp', 'down')):
+    kernel = idle['block_2'][part][name]['kernel']
+    idle['block_2'][part][name]['kernel'] = 0 * kernel
+  study = task.studies()['influence'](idle, {}, None)
+  first, _, none, _ = study.metrics['influence']
+  assert none == pytest.approx(0, abs=1e-6)
+  assert first > 1e-3
+  assert 2 in study.metrics['suggested']
+  assert len(study.metrics['suggested']) == 2
+  total, count = 0.0, 0
+  config = dataclasses.replace(MODEL.dense_twin(), num_layers=1)
+  embedding_VD = np.asarray(params['embedding'], np.float64)
+  layer = Layer(config.stack.layers[0])
+  for batch in task.modality.eval_batches(batch_size=4, num_batches=64):
+    tokens_BL, valid_BL = batch['tokens'], batch['weights'] > 0
+    x_BLD = embedding_VD[tokens_BL]
+    info = TokenInfo(
+      jnp.broadcast_to(jnp.arange(16), tokens_BL.shape), valid_BL
+    )
+    y_BLD = layer.apply({'params': params['block_0']}, x_BLD, info).x_BLD
+    norms_BL = np.linalg.norm(x_BLD, axis=-1) * np.linalg.norm(y_BLD, axis=-1)
+    cosine_BL = (x_BLD * y_BLD).sum(axis=-1) / norms_BL
+    total += (1 - cosine_BL)[valid_BL].sum()
+    count += valid_BL.sum()
+  assert first == pytest.approx(float(total / count), rel=1e-4)
+  assert study.metrics['tokens'] == count
 
 
 def test_the_rank_of_a_map_without_its_diagonal():

@@ -32,20 +32,21 @@ def order(num_learners_T: jax.Array, learners: int) -> Order:
   # A TPU writes scalars one by one, and sorts fast.
   token_T, slot_T = jax.lax.platform_dependent(
     k_T,
-    tpu=_sorted,
-    default=functools.partial(_counted, learners=learners),
+    tpu=by_sorting,
+    default=functools.partial(counted, learners=learners),
   )
   runs_TN = k_T[:, None] > jnp.arange(learners, dtype=jnp.int32)
   return Order(token_T, slot_T, runs_TN.sum(axis=0, dtype=jnp.int32))
 
 
-def _sorted(k_T):
+def by_sorting(k_T):
   """Returns token_T and slot_T, which XLA sorts by the same code."""
-  token_T = jnp.argsort(-k_T, stable=True)
-  return token_T, jnp.argsort(token_T)
+  # Of the same type as by counting, with `jax_enable_x64` too.
+  token_T = jnp.argsort(-k_T, stable=True).astype(jnp.int32)
+  return token_T, jnp.argsort(token_T).astype(jnp.int32)
 
 
-def _counted(k_T, learners):
+def counted(k_T, learners):
   """Returns token_T and slot_T by counting, as there are few different keys.
 
   It is stable as well: tokens with equal keys are read from memory in order.

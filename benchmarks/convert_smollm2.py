@@ -1,0 +1,209 @@
+"""Makes a pretrained language model routed in many ways, and compares them.
+
+    python benchmarks/convert_smollm2.py --workdir=runs/convert_smollm2 \\
+      --model=SmolLM2-135M --texts='texts/**/*.{txt,md,py}' --runs='172k'
+
+`model` is a folder of Hugging Face, `texts` a glob of files, some of which are
+held out. All models start from its weights and are trained on the same rows by
+the recipe of `configs/lm/convert.py`: gates of 1 + tanh, routers at a hundred
+times the rate of other weights, a capacity that comes down over the first fifth
+of the steps. The causal rules are that of the auxiliary loss and that of moving
+thresholds. The ways are:
+
+* Mixture-of-Depths on every other block of the deeper half, at three
+  capacities; on every other block of all depths; and on as many blocks as in
+  the deeper half where ARank (γ-MoD) is lowest;
+* routers that choose whole sequences, trained alone (Router-Tuning, He et al.
+  2024), and routers of tokens trained alone;
+* the attention alone, or the feed-forward alone, of the same blocks;
+* one router for all blocks (γ-MoD), and capacities that fall with depth by a
+  cosine (p-MoD);
+* with the divergence from the dense model's predictions added to the loss;
+* for comparison, random tokens; no tokens at all, so that the routed blocks are
+  deleted; the deletion of as many blocks where Block Influence (ShortGPT, Men
+  et al. 2024) is lowest; and the dense model trained on for as long.
+
+The first line is of the dense model before any training, with the ARank and the
+influence of its blocks. A trial of 84 steps (172k tokens) with one seed has all
+ways; for those that it recommends, `--runs` chooses the whole training of 512
+steps (1.05M tokens) with two seeds, for instance `--runs='^MoD, 50%, 1.05M'`.
+
+Each run is one line of `convert_smollm2.jsonl` beside this file; see
+`study.py`.
+"""
+
+from absl import app, flags, logging
+import machine
+import numpy as np
+from study import Study, of_language
+import study_tables
+
+import mod_jax
+from mod_jax import config as config_lib
+from mod_jax.layers import rules
+from mod_jax.runs.run_config import EvaluationConfig
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
+
+_STUDY = Study(__file__, 'runs/convert_smollm2')
+_MODEL = flags.DEFINE_string('model', None, 'Folder of the dense model.')
+_TEXTS = flags.DEFINE_string('texts', None, 'Glob of the texts.')
+
+convert = machine.configs('lm/convert.py')
+_PARENT = f'{study_tables.PARENT}/0'
+ROWS = 4  # Of a batch.
+HELD_OUT = 24  # Batches.
+# Steps and seeds of a trial, and of the whole training.
+LENGTHS = {'172k tokens': (84, 1), '1.05M tokens': (512, 2)}
+
+_DENSE = {
+  'model.routing': None,
+  'optimizer.rules': (),
+  'train.capacity_warmup_steps': 0,
+}
+_ALONE = {
+  'optimizer.rules': ((convert.ROUTERS, 100.0, 0), ('.*', 0.0, 0)),
+  'train.frozen': 'float32',
+}
+# Without training for a causal rule.
+_NO_RULE = {
+  'model.routing.router_loss': 0.0,
+  'model.routing.threshold_decay': 0.0,
+}
+_DELETED = {
+  'model.routing.train_rule': rules.Never(),
+  'train.capacity_warmup_steps': 0,
+  **_NO_RULE,
+}
+
+
+def ways(parent: dict) -> dict[str, dict]:
+  """Returns changes of the recipe's config, whose capacity is 50%, by name.
+
+  `parent` is the line of the dense model.
+  """
+
+  def lowest(measure):
+    order = np.argsort(parent[measure]).tolist()
+    return tuple(sorted(order[: parent['routed']]))
+
+  return {
+    'dense': _DENSE,
+    'every other block of the deeper half deleted': _DELETED,
+    'blocks of least influence deleted': {
+      'model.routing.layers': lowest('influence'),
+      **_DELETED,
+    },
+    'MoD, 50%': {},
+    'MoD, 25%': {'model.routing.capacity': 0.25},
+    'MoD, 12.5%': {'model.routing.capacity': 0.125},
+    'random scores, 50%': {
+      'model.routing.score': 'gaussian',
+      'optimizer.rules': (),
+      **_NO_RULE,
+    },
+    'routers alone, 50%': _ALONE,
+    'routers alone, per sequence, 50%': {
+      'model.routing.per_sequence': True,
+      'model.routing.balance_loss': 0.01,
+      **_NO_RULE,
+      **_ALONE,
+    },
+    'MoD, attention alone, 50%': {'model.routing.part': 'attention'},
+    'MoD, feed-forward alone, 50%': {'model.routing.part': 'mlp'},
+    "MoD, the dense model's predictions, 50%": {
+      'objective': ConversionObjective()
+    },
+    'MoD, all depths, 50%': {'model.routing.first': 0},
+    'MoD, blocks of lowest ARank, 50%': {
+      'model.routing.layers': lowest('arank')
+    },
+    'MoD, one router for all, 50%': {'model.routing.shared_router': True},
+    'MoD, capacities by a cosine': {
+      'model.routing.capacity_schedule': 'shifted_cosine',
+      'model.routing.first': 0,
+      'model.routing.period': 1,
+      'model.routing.offset': 0,
+    },
+  }
+
+
+def recipe() -> ExperimentConfig:
+  """Returns the config of the recipe at 50%, for this model and these texts."""
+  config = config_lib.replace(
+    convert.get_config('half'),
+    {
+      'init': _MODEL.value,
+      'data.files': _TEXTS.value,
+      'data.length': 32 if _STUDY.tiny else 512,
+    },
+  )
+  return config_lib.replace(
+    convert.complete(config),
+    {
+      'train.batch_size': ROWS,
+      'evaluation.every': 0,
+      'evaluation.batch_size': ROWS,
+      'evaluation.final_batches': 4 if _STUDY.tiny else HELD_OUT,
+      'evaluation.sample_tokens': 0,
+      # A checkpoint of all weights takes seconds and gigabytes.
+      'checkpoint.every': 0,
+      'checkpoint.every_minutes': 20.0,
+      'checkpoint.keep': 1,
+      'log.tensorboard': False,
+    },
+  )
+
+
+def look_at_parent(config: ExperimentConfig) -> dict:
+  """Returns the line of the dense model: held-out loss, and its blocks."""
+  dense = config_lib.replace(config, _DENSE)
+  run = mod_jax.load(config.init)
+  # The same rows as those of other runs, in larger batches.
+  rows = ROWS * dense.evaluation.final_batches
+  batches = rows // EvaluationConfig().batch_size
+  metrics = run.evaluate(dense.data, batches=batches)
+  studies = make_task(dense).studies()
+  shares, influence = (
+    studies[name](run.variables['params'], {}, None).metrics
+    for name in ('arank', 'influence')
+  )
+  return {
+    **of_language(dense, metrics),
+    'steps': 0,
+    'train_flops': 0,
+    'routed': config.model.num_routed,
+    'arank': shares['share'],
+    'influence': influence['influence'],
+  }
+
+
+def planned(parent: dict) -> dict[str, ExperimentConfig]:
+  """Returns all runs by name; the trial of all ways before whole runs."""
+  config, runs = recipe(), {}
+  for length, (steps, seeds) in LENGTHS.items():
+    for seed in range(seeds):
+      for way, changes in ways(parent).items():
+        runs[f'{way}, {length}/{seed}'] = config_lib.replace(
+          config,
+          {
+            'seed': seed,
+            'train.num_steps': 8 if _STUDY.tiny else steps,
+            **changes,
+          },
+        )
+  return runs
+
+
+def main(_):
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every save.
+  if not _STUDY.only_table:
+    if _PARENT not in _STUDY.results():
+      _STUDY.record(_PARENT, look_at_parent(recipe()))
+    _STUDY.train(planned(_STUDY.results()[_PARENT]))
+  print(study_tables.converted(_STUDY.results()))
+
+
+if __name__ == '__main__':
+  machine.with_malloc(machine.KEPT)
+  app.run(main)
