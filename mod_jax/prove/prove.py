@@ -36,8 +36,9 @@ from mod_jax.train.step import jit_step
 import mod_jax_kernels
 from mod_jax_kernels.attention import choice
 
-# Matches the compiler's out-of-memory error, which says how much was needed.
-_TOO_LARGE = re.compile(r'Used ([\d.]+)([KMG]) of')
+# Matches the compiler's out-of-memory errors, which say how much was needed: in
+# all, or besides the state.
+_TOO_LARGE = re.compile(r'(Used |temporaries \()([\d.]+)([KMG])')
 _GIB = 2**30
 
 
@@ -412,7 +413,10 @@ def _compiled(proof: Proof, config, topology) -> Proof:
     match = _TOO_LARGE.search(str(error))
     if match is None:
       return proof
-    used = float(match[1]) * 2 ** {'K': 10, 'M': 20, 'G': 30}[match[2]]
+    what, number, unit = match.groups()
+    used = float(number) * 2 ** {'K': 10, 'M': 20, 'G': 30}[unit]
+    if what != 'Used ':
+      used += proof.memory
     return dataclasses.replace(proof, memory=int(used))
   memory = compiled.memory_analysis()
   cost = hlo.cost(compiled.as_text())
