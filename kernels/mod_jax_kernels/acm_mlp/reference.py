@@ -79,7 +79,9 @@ def _of_few(x_TD, w1_NDF, b1_NF, w2_NFD, order, activation):
       x_PD = x_TD[:rows]
       learner_PD = _learner(x_PD, w1_NDF[n], b1_NF[n], w2_NFD[n], activation)
       runs_P1 = _runs(0, rows, order.count_N[n])
-      return sum_TD.at[:rows].add(jnp.where(runs_P1, learner_PD, 0.0))
+      sum_PD = sum_TD[:rows] + jnp.where(runs_P1, learner_PD, 0.0)
+      # Not `at[:rows]`, a scatter, on which XLA crashes in a sharded program.
+      return jax.lax.dynamic_update_slice(sum_TD, sum_PD, (0, 0))
 
     return run
 
