@@ -229,7 +229,7 @@ class TestEval:
       (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
       (
         ['--study=importance'],
-        "expected one of 'arank', 'copying', 'engagement'",
+        "expected one of 'arank', 'copying', 'influence'",
       ),
     ],
     ids=lambda x: x[-1] if isinstance(x, list) else '',
