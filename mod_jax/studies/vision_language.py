@@ -25,9 +25,9 @@ def image_tokens(task, params, model_state) -> Study:
   for batch, chosen_RBL in task.over_held_out(
     look, params, model_state, batches
   ):
-    shown_BL = batch['shown'] >= 0
+    shown_BL = batch['shown'] >= -1
     processed.append(chosen_RBL[:, shown_BL])
-    digits.append(batch['shown'][shown_BL] > 0)
+    digits.append(batch['shown'][shown_BL] >= 0)
   processed_RN, digit_N = np.concatenate(processed, 1), np.concatenate(digits)
   layers = [i for i, c in enumerate(model.capacities) if c is not None]
   lines = [f'{"":<10}{"digits":>12}{"background":>12}']

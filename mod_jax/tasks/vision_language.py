@@ -154,25 +154,25 @@ class VisionLanguage(Modality):
   def _digits_shown(self, row, conversation: data_lib.Conversation):
     """Returns [L] which digit's token each image token shows.
 
-    It is 0 for the background, and -1 for tokens that are not of the picture.
+    It is -1 for the background, and -2 for tokens that are not of the picture.
     """
     grid = self.config.model.grid
     place_G = (np.arange(grid) + 0.5) / grid
-    digit_GG = np.zeros((grid, grid), np.int32)
+    digit_GG = np.full((grid, grid), -1, np.int32)
     for (x, y, width, height), digit in conversation.objects:
       is_row_G = np.abs(place_G - y) < height / 2
       is_column_G = np.abs(place_G - x) < width / 2
       (token,) = self.tokenizer.encode(digit)
       digit_GG[is_row_G[:, None] & is_column_G] = token
-    digit_L = np.full(len(row['tokens']), -1, np.int32)
+    digit_L = np.full(len(row['tokens']), -2, np.int32)
     digit_L[row['valid'] & (row['kind'] == IMAGE)] = digit_GG.flatten()
     return digit_L
 
   def _marked(self, row, conversation: data_lib.Conversation) -> dict:
     """Returns the row with targets for image tokens that show a digit."""
     digit_L = self._digits_shown(row, conversation)
-    row['targets'] = np.where(digit_L > 0, digit_L, row['targets'])
-    row['weights'] = np.where(digit_L > 0, np.float32(1), row['weights'])
+    row['targets'] = np.where(digit_L >= 0, digit_L, row['targets'])
+    row['weights'] = np.where(digit_L >= 0, np.float32(1), row['weights'])
     return row
 
   def _eval_row(self, source, index) -> dict:
@@ -181,7 +181,7 @@ class VisionLanguage(Modality):
     row = self._row(conversation)
     if self.config.data.source == 'scenes':
       shown_L = self._digits_shown(row, conversation)
-      row['shown'] = shown_L if real else np.full_like(shown_L, -1)
+      row['shown'] = shown_L if real else np.full_like(shown_L, -2)
     return row | {
       'weights': row['weights'] * real,
       'weight': np.float32(real),
