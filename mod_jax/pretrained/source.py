@@ -32,17 +32,13 @@ from mod_jax.data.detection import DetectionDataConfig, DetectionPreprocess
 from mod_jax.data.images import ImageDataConfig, Preprocess
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.models.detr import DETRConfig
-from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig
-from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import best as best_lib
 from mod_jax.runs import origin as origin_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.checkpoints import restore_named
-from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import ExperimentConfig, ModelConfig
 
 # The files of a folder that `mod_jax.export` writes in our own format.
 FOLDER, WEIGHTS = 'mod_jax.json', 'model.safetensors'
@@ -93,14 +89,7 @@ class Source(abc.ABC):
     ]
   ]
   base: str | None = None
-  config: (
-    LMConfig
-    | ViTConfig
-    | DynamicViTConfig
-    | DETRConfig
-    | Wav2Vec2Config
-    | VLMConfig
-  )
+  config: ModelConfig
   experiment: ExperimentConfig | None = None
   preprocess: Preprocess | DetectionPreprocess | None = None
   classes: tuple[str, ...] | None = None
@@ -270,14 +259,7 @@ class _Run(Source):
 class _Fields:
   """The fields of `FOLDER`, except the preprocessing of images."""
 
-  model: (
-    LMConfig
-    | ViTConfig
-    | DynamicViTConfig
-    | DETRConfig
-    | Wav2Vec2Config
-    | VLMConfig
-  )
+  model: ModelConfig
   experiment: ExperimentConfig | None = None
   classes: tuple[str, ...] | None = None
   tokenizer: Literal['bytes', 'sentencepiece', 'huggingface'] | None = None

@@ -174,20 +174,23 @@ def _parts(model) -> list[str]:
   ]
 
 
+ModelConfig = (
+  LMConfig
+  | ViTConfig
+  | DynamicViTConfig
+  | DETRConfig
+  | Wav2Vec2Config
+  | VLMConfig
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExperimentConfig(RunConfig):
   """One run. Saved as `config.json` beside its checkpoints."""
 
   # A language model, a vision transformer, a detector, a recogniser of speech,
   # or a language model that sees.
-  model: (
-    LMConfig
-    | ViTConfig
-    | DynamicViTConfig
-    | DETRConfig
-    | Wav2Vec2Config
-    | VLMConfig
-  ) = LMConfig()
+  model: ModelConfig = LMConfig()
   # The data, which must fit the model.
   data: (
     TextDataConfig
