@@ -177,8 +177,8 @@ def test_more_learners_than_the_counts_type_can_hold():
   assert order.count_N.tolist() == [2] * 200 + [1] * 55 + [0] * 45
 
 
-@pytest.mark.parametrize('tokens', [1, 33, 70, reference.FEW + 1])
-def test_few_tokens_and_tiles_of_the_size_that_is_used(tokens):
+@pytest.mark.parametrize('tokens', [1, 33, 70, reference.TILE + 1])
+def test_numbers_of_tokens_with_tiles_of_the_size_that_is_used(tokens):
   arrays, _ = draw(k=random_k(tokens))
   got = jax.jit(acm_mlp)(*arrays)
   np.testing.assert_allclose(got, jax.jit(plain)(*arrays), atol=1e-5)

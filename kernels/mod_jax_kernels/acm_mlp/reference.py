@@ -1,5 +1,7 @@
 """Learners in plain JAX: the reference, and the backend for CPUs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -9,12 +11,10 @@ from mod_jax_kernels.acm_mlp import order as order_lib
 # Most tokens of a product. Smaller tiles waste less on tokens with smaller k,
 # larger ones use the matrix units better.
 TILE = 256
-# Up to so many tokens, as of an image or a recording, are in no tiles.
-FEW = 512
 
 
 def acm_mlp(
-  x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T, activation='gelu', tile=None
+  x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T, activation='gelu', tile=TILE
 ):
   """See `mod_jax_kernels.acm_mlp`; sums are in float32."""
   if not x_TD.shape[0]:
@@ -25,76 +25,49 @@ def acm_mlp(
   )
 
 
-def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=None):
+def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=TILE):
   """Returns y_TD.
 
-  Each tile of tokens, taken in `order`, loops over as many learners as its
-  largest number; tiles without any learner are skipped. If `tile` is None, few
-  tokens are not split: see `_of_few`.
+  Each learner runs on the first tokens in `order`: on whole tiles, and on a
+  part of one that is large enough for the rest. Each size of a part is a
+  program of its own, so there are only as many as pay for the time to compile
+  them: fine steps where a step is much of the work. In this order each weight
+  is taken out of its array once.
   """
   tokens, outputs = x_TD.shape[0], w2_NFD.shape[-1]
-  # An export may have a symbol in place of a number.
-  if tile is None and isinstance(tokens, int) and tokens <= FEW:
-    return _of_few(x_TD, w1_NDF, b1_NF, w2_NFD, order, activation)
-  tile = dispatch.at_most(tokens, tile or TILE)
-  token_IP = _in_tiles(order.token_T, tile)
-  count_N = order.count_N
+  tile = dispatch.at_most(tokens, tile)
+  step = 8 * -(-tile // 128)
+  sizes = [step * n for n in (1, 2, 3, 4, 6, 8, 10, 12, 14)]
+  sizes = [rows for rows in sizes if rows < tile] + [tile]
+  token_S = _in_tiles(order.token_T, tile).reshape(-1)
+  x_SD = x_TD.at[token_S].get(mode='clip')
 
-  def one_tile(i, y_TD):
-    start = i * tile
-    token_P = token_IP[i]
-    x_PD = x_TD.at[token_P].get(mode='clip')
+  def one_learner(n, sum_SD):
+    w1_DF, b1_F, w2_FD = w1_NDF[n], b1_NF[n], w2_NFD[n]
+    count = order.count_N[n]
 
-    def one_learner(n, sum_PD):
-      learner_PD = _learner(x_PD, w1_NDF[n], b1_NF[n], w2_NFD[n], activation)
-      return sum_PD + jnp.where(_runs(start, tile, count_N[n]), learner_PD, 0.0)
+    def on_rows(rows, start, sum_SD):
+      x_PD, sum_PD = (
+        jax.lax.dynamic_slice_in_dim(a, start, rows) for a in (x_SD, sum_SD)
+      )
+      learner_PD = _learner(x_PD, w1_DF, b1_F, w2_FD, activation)
+      sum_PD += jnp.where(_runs(start, rows, count), learner_PD, 0.0)
+      return jax.lax.dynamic_update_slice_in_dim(sum_SD, sum_PD, start, 0)
 
-    sum_PD = jax.lax.fori_loop(
-      *(0, jnp.sum(count_N > start), one_learner),
-      jnp.zeros((tile, outputs), jnp.float32),
-    )
-    return y_TD.at[token_P].set(
-      sum_PD.astype(y_TD.dtype), mode='drop', unique_indices=True
-    )
+    def on_tile(i, sum_SD):
+      start = i * tile
+      size = jnp.sum(count - start > jnp.asarray(sizes[:-1]))
+      branches = [functools.partial(on_rows, rows, start) for rows in sizes]
+      return jax.lax.switch(size, branches, sum_SD)
 
-  # Skip tiles without learners: their results are already zero.
-  return jax.lax.fori_loop(
-    *(0, -(-count_N[0] // tile), one_tile),
-    jnp.zeros((tokens, outputs), x_TD.dtype),
-  )
+    return jax.lax.fori_loop(0, -(-count // tile), on_tile, sum_SD)
 
-
-def _of_few(x_TD, w1_NDF, b1_NF, w2_NFD, order, activation):
-  """Returns y_TD; each learner runs once, on enough eighths of the tokens.
-
-  Products of more rows are faster than those of a few tiles, and more numbers
-  of rows to choose from would take longer to compile than they save.
-  """
-  tokens = x_TD.shape[0]
-  step = max(32, 8 * -(-tokens // 64))
-  x_TD = x_TD[order.token_T]
-
-  def of_first(rows, n):
-    def run(sum_TD):
-      x_PD = x_TD[:rows]
-      learner_PD = _learner(x_PD, w1_NDF[n], b1_NF[n], w2_NFD[n], activation)
-      runs_P1 = _runs(0, rows, order.count_N[n])
-      sum_PD = sum_TD[:rows] + jnp.where(runs_P1, learner_PD, 0.0)
-      # Not `at[:rows]`, a scatter, on which XLA crashes in a sharded program.
-      return jax.lax.dynamic_update_slice(sum_TD, sum_PD, (0, 0))
-
-    return run
-
-  def one_learner(n, sum_TD):
-    sizes = [min(rows, tokens) for rows in range(step, tokens + step, step)]
-    branches = [lambda sum_TD: sum_TD, *(of_first(rows, n) for rows in sizes)]
-    return jax.lax.switch(-(-order.count_N[n] // step), branches, sum_TD)
-
-  sum_TD = jax.lax.fori_loop(
+  # Skip learners without tokens.
+  sum_SD = jax.lax.fori_loop(
     *(0, jnp.sum(order.count_N > 0), one_learner),
-    jnp.zeros((tokens, w2_NFD.shape[-1]), jnp.float32),
+    jnp.zeros((token_S.shape[0], outputs), jnp.float32),
   )
-  return sum_TD.astype(x_TD.dtype)[order.slot_T]
+  return sum_SD.astype(x_TD.dtype)[order.slot_T]
 
 
 def backward(
@@ -102,58 +75,57 @@ def backward(
 ):
   """Returns gradients of x, w1, b1 and w2, given the gradient g of y.
 
-  It loops over tiles and learners as `forward`, and recomputes hidden units.
+  It loops over learners and tiles as `forward`, all of one size, and recomputes
+  hidden units.
   """
   tile = dispatch.at_most(x_TD.shape[0], tile)
-  token_IP = _in_tiles(order.token_T, tile)
-  count_N = order.count_N
+  token_S = _in_tiles(order.token_T, tile).reshape(-1)
+  x_SD, g_SD = (a.at[token_S].get(mode='clip') for a in (x_TD, g_TD))
 
-  def one_tile(i, carry):
-    start = i * tile
-    token_P = token_IP[i]
-    x_PD, g_PD = (a.at[token_P].get(mode='clip') for a in (x_TD, g_TD))
+  def one_learner(n, carry):
+    dx_SD, *sums = carry
+    w1_DF, b1_F, w2_FD = w1_NDF[n], b1_NF[n], w2_NFD[n]
 
-    def one_learner(n, carry):
-      dx_PD, dw1_NDF, db1_NF, dw2_NFD = carry
-      runs_P1 = _runs(start, tile, count_N[n])
+    def on_tile(i, carry):
+      dx_SD, dw1_DF, db1_F, dw2_FD = carry
+      start = i * tile
       # Zero both for tokens that do not run the learner, so that these add
       # nothing to the weights' gradients even if they are not finite.
-      masked_x_PD, masked_g_PD = (
-        jnp.where(runs_P1, a, 0) for a in (x_PD, g_PD)
+      runs_P1 = _runs(start, tile, order.count_N[n])
+      x_PD, g_PD = (
+        jnp.where(runs_P1, jax.lax.dynamic_slice_in_dim(a, start, tile), 0)
+        for a in (x_SD, g_SD)
       )
-      preactivation_PF = _product(masked_x_PD, w1_NDF[n]) + b1_NF[n]
-      hidden_PF, slope_PF = act_and_slope(preactivation_PF, activation)
-      delta_PF = slope_PF * _product(masked_g_PD, w2_NFD[n].T)
+      hidden_PF, slope_PF = act_and_slope(
+        _product(x_PD, w1_DF) + b1_F, activation
+      )
+      delta_PF = slope_PF * _product(g_PD, w2_FD.T)
       rounded_PF = delta_PF.astype(x_TD.dtype)
+      dx_PD = jax.lax.dynamic_slice_in_dim(dx_SD, start, tile)
+      dx_PD += _product(rounded_PF, w1_DF.T)
       return (
-        dx_PD + _product(rounded_PF, w1_NDF[n].T),
-        dw1_NDF.at[n].add(_product(masked_x_PD.T, rounded_PF)),
-        db1_NF.at[n].add(delta_PF.sum(axis=0)),
-        dw2_NFD.at[n].add(
-          _product(hidden_PF.astype(x_TD.dtype).T, masked_g_PD)
-        ),
+        jax.lax.dynamic_update_slice_in_dim(dx_SD, dx_PD, start, 0),
+        dw1_DF + _product(x_PD.T, rounded_PF),
+        db1_F + delta_PF.sum(axis=0),
+        dw2_FD + _product(hidden_PF.astype(x_TD.dtype).T, g_PD),
       )
 
-    dx_TD, *weights = carry
-    dx_PD, *weights = jax.lax.fori_loop(
-      *(0, jnp.sum(count_N > start), one_learner),
-      (jnp.zeros(x_PD.shape, jnp.float32), *weights),
+    dx_SD, *of_learner = jax.lax.fori_loop(
+      *(0, -(-order.count_N[n] // tile), on_tile),
+      (dx_SD, *(jnp.zeros(a.shape[1:], a.dtype) for a in sums)),
     )
-    dx_TD = dx_TD.at[token_P].set(
-      dx_PD.astype(dx_TD.dtype), mode='drop', unique_indices=True
+    return dx_SD, *(
+      jax.lax.dynamic_update_index_in_dim(a, of_n, n, 0)
+      for a, of_n in zip(sums, of_learner, strict=True)
     )
-    return dx_TD, *weights
 
-  inputs = x_TD, w1_NDF, b1_NF, w2_NFD
-  dx_TD, *weights = jax.lax.fori_loop(
-    *(0, -(-count_N[0] // tile), one_tile),
-    (
-      jnp.zeros_like(x_TD),
-      *(jnp.zeros(w.shape, jnp.float32) for w in inputs[1:]),
-    ),
+  weights = w1_NDF, b1_NF, w2_NFD
+  dx_SD, *sums = jax.lax.fori_loop(
+    *(0, jnp.sum(order.count_N > 0), one_learner),
+    tuple(jnp.zeros(a.shape, jnp.float32) for a in (x_SD, *weights)),
   )
-  return dx_TD, *(
-    d.astype(w.dtype) for d, w in zip(weights, inputs[1:], strict=True)
+  return dx_SD.astype(x_TD.dtype)[order.slot_T], *(
+    a.astype(w.dtype) for a, w in zip(sums, weights, strict=True)
   )
 
 
