@@ -39,22 +39,30 @@ def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS=None, causal=False):
 
 
 def _attend(q_BGRQC, k_BGSC, v_BGSC, mask_BQS):
-  score_BGRQS = jnp.einsum(
-    'BGRQC,BGSC->BGRQS', q_BGRQC, k_BGSC, preferred_element_type=jnp.float32
+  batch, groups, _, queries, channels = q_BGRQC.shape
+  # One axis for all queries of a group: XLA then fuses the products with the
+  # softmax on CPUs, and copies the scores otherwise.
+  q_BGTC = q_BGRQC.reshape(batch, groups, -1, channels)
+  score_BGTS = jnp.einsum(
+    'BGTC,BGSC->BGTS', q_BGTC, k_BGSC, preferred_element_type=jnp.float32
   )
-  score_BGRQS *= q_BGRQC.shape[-1] ** -0.5
+  score_BGTS *= channels**-0.5
   if mask_BQS is not None:
+    keys = k_BGSC.shape[2]
+    score_BGRQS = score_BGTS.reshape(batch, groups, -1, queries, keys)
     # Finite, so that queries without any key give no NaN, even in gradients.
     lowest = jnp.finfo(jnp.float32).min / 2
     score_BGRQS = jnp.where(mask_BQS[:, None, None], score_BGRQS, lowest)
-  top_BGRQ1 = jax.lax.stop_gradient(score_BGRQS.max(axis=-1, keepdims=True))
-  weight_BGRQS = jnp.exp(score_BGRQS - top_BGRQ1)
+    score_BGTS = score_BGRQS.reshape(score_BGTS.shape)
+  top_BGT1 = jax.lax.stop_gradient(score_BGTS.max(axis=-1, keepdims=True))
+  weight_BGTS = jnp.exp(score_BGTS - top_BGT1)
   # Divide after the product: C numbers per query instead of S.
-  total_BGRQ1 = weight_BGRQS.sum(axis=-1, keepdims=True)
-  out_BGRQC = jnp.einsum(
-    'BGRQS,BGSC->BGRQC',
-    weight_BGRQS.astype(v_BGSC.dtype),
+  total_BGT1 = weight_BGTS.sum(axis=-1, keepdims=True)
+  out_BGTC = jnp.einsum(
+    'BGTS,BGSC->BGTC',
+    weight_BGTS.astype(v_BGSC.dtype),
     v_BGSC,
     preferred_element_type=jnp.float32,
   )
-  return (out_BGRQC / total_BGRQ1).astype(q_BGRQC.dtype)
+  out_BGTC = (out_BGTC / total_BGT1).astype(q_BGRQC.dtype)
+  return out_BGTC.reshape(q_BGRQC.shape)
