@@ -13,30 +13,35 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask, *, causal):
   column sums of the attention map over heads and queries; and each query's
   log-sum-exp. The mask is None, valid_BL or mask_BQS.
   """
+  # Heads first: XLA then fuses the products with the softmax on CPUs.
+  q_BHQC, k_BHSC, v_BHSC = map(_heads_first, (q_BLHC, k_BLHC, v_BLHC))
   visible_BQS = seen(mask, causal, q_BLHC.shape[1])
-  logit_BHQS = _logits(q_BLHC, k_BLHC, visible_BQS)
-  top_BHQ = logit_BHQS.max(axis=-1)
-  weight_BHQS = jnp.exp(logit_BHQS - top_BHQ[..., None])
-  total_BHQ = weight_BHQS.sum(axis=-1)
-  lse_BHQ = top_BHQ + jnp.log(total_BHQ)
+  logit_BHQS = _logits(q_BHQC, k_BHSC, visible_BQS)
+  top_BHQ1 = logit_BHQS.max(axis=-1, keepdims=True)
+  weight_BHQS = jnp.exp(logit_BHQS - top_BHQ1)
+  total_BHQ1 = weight_BHQS.sum(axis=-1, keepdims=True)
+  lse_BHQ1 = top_BHQ1 + jnp.log(total_BHQ1)
   # Divide the results instead of the map, which has more numbers.
-  inverse_total_BHQ = 1 / total_BHQ
+  inverse_total_BHQ1 = 1 / total_BHQ1
   if mask is not None:
-    sees_any_B1Q = visible_BQS.any(axis=-1)[:, None]
-    lse_BHQ = jnp.where(sees_any_B1Q, lse_BHQ, BLIND)
-    inverse_total_BHQ *= sees_any_B1Q
-  out_BQHC = jnp.einsum(
-    'BHQS,BSHC->BQHC',
+    sees_any_B1Q1 = visible_BQS.any(axis=-1)[:, None, :, None]
+    lse_BHQ1 = jnp.where(sees_any_B1Q1, lse_BHQ1, BLIND)
+    inverse_total_BHQ1 *= sees_any_B1Q1
+  out_BHQC = jnp.einsum(
+    'BHQS,BHSC->BHQC',
     weight_BHQS.astype(v_BLHC.dtype),
-    v_BLHC,
+    v_BHSC,
     preferred_element_type=jnp.float32,
   )
-  out_BQHC *= jnp.swapaxes(inverse_total_BHQ, 1, 2)[..., None]
+  out_BHQC = (out_BHQC * inverse_total_BHQ1).astype(q_BLHC.dtype)
   # In full precision: rounded factors would make nearby scores tie.
-  column_BS = jnp.einsum(
-    'BHQS,BHQ->BS', weight_BHQS, inverse_total_BHQ, precision='highest'
+  column_BHS = jnp.einsum(
+    'BHQS,BHQ->BHS',
+    weight_BHQS,
+    inverse_total_BHQ1[..., 0],
+    precision='highest',
   )
-  return out_BQHC.astype(q_BLHC.dtype), column_BS, lse_BHQ
+  return _heads_first(out_BHQC), column_BHS.sum(axis=1), lse_BHQ1[..., 0]
 
 
 def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
@@ -53,7 +58,9 @@ def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
     causal: see `forward`.
   """
   q_BLHC, k_BLHC, v_BLHC, mask, out_BLHC, lse_BHL = residuals
-  logit_BHQS = _logits(q_BLHC, k_BLHC, seen(mask, causal, q_BLHC.shape[1]))
+  logit_BHQS = _logits(
+    *map(_heads_first, (q_BLHC, k_BLHC)), seen(mask, causal, q_BLHC.shape[1])
+  )
   weight_BHQS = jnp.exp(logit_BHQS - lse_BHL[..., None])
   dv_BSHC = jnp.einsum(
     'BHQS,BQHC->BSHC',
@@ -106,11 +113,15 @@ def dot(x_BLHC, y_BLHC):
   )
 
 
-def _logits(q_BQHC, k_BSHC, seen_BQS):
+def _heads_first(x_BLHC):
+  return jnp.swapaxes(x_BLHC, 1, 2)
+
+
+def _logits(q_BHQC, k_BHSC, seen_BQS):
   logit_BHQS = jnp.einsum(
-    'BQHC,BSHC->BHQS', q_BQHC, k_BSHC, preferred_element_type=jnp.float32
+    'BHQC,BHSC->BHQS', q_BHQC, k_BHSC, preferred_element_type=jnp.float32
   )
-  logit_BHQS *= q_BQHC.shape[-1] ** -0.5
+  logit_BHQS *= q_BHQC.shape[-1] ** -0.5
   if seen_BQS is not None:
     # Finite, so that queries without any key give no NaN.
     lowest = jnp.finfo(jnp.float32).min / 2
