@@ -3,13 +3,12 @@
     python benchmarks/route_scores.py --lengths=1024,2048,4096
 
 Times, in turn, this platform's implementation of `route_scores`, its XLA
-reference, attention without scores (cuDNN's flash attention on a GPU, XLA
-elsewhere), and the mean of the whole attention map; each forward, and forward
-and backward. The backward pass begins at attention's output alone, since scores
-that only rank tokens have no gradient; with `--score_gradient`, at the scores
-as well. With `--peak_tflops` and `--bandwidth` of the device, lower bounds of
-the time for products and for memory traffic are reported. The result is written
-beside this file as JSON.
+reference, attention without scores, as blocks run it, and the mean of the whole
+attention map; each forward, and forward and backward. The backward pass begins
+at attention's output alone, since scores that only rank tokens have no
+gradient; with `--score_gradient`, at the scores as well. With `--peak_tflops`
+and `--bandwidth` of the device, lower bounds of the time for products and for
+memory traffic are reported. The result is written beside this file as JSON.
 """
 
 import functools
@@ -61,14 +60,7 @@ def materialised(q_BLHC, k_BLHC, v_BLHC, causal):
 
 def attention(q_BLHC, k_BLHC, v_BLHC, causal):
   """Returns out, and zeros for scores."""
-  flash = jax.default_backend() == 'gpu' and q_BLHC.dtype == jnp.bfloat16
-  out_BLHC = jax.nn.dot_product_attention(
-    q_BLHC,
-    k_BLHC,
-    v_BLHC,
-    is_causal=causal,
-    implementation='cudnn' if flash else 'xla',
-  )
+  out_BLHC = mod_jax_kernels.attention(q_BLHC, k_BLHC, v_BLHC, causal=causal)
   return out_BLHC, jnp.zeros(q_BLHC.shape[:2])
 
 
