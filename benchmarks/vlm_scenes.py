@@ -36,6 +36,7 @@ VARIANTS = {
   'random tokens': 'random',
   'every n-th token': 'stride',
   'A-MoD in the tower': 'tower_amod',
+  'EViT in the tower': 'tower_evit',
 }
 
 

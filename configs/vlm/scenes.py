@@ -18,6 +18,8 @@ show background. Variants:
 * `fastv`: FastV, half of the image tokens after block 2, by attention;
 * `pooled`: a quarter of the image tokens, means of 2 × 2 patches;
 * `tower_amod`: the tower's last block on half of the patches, by attention;
+* `tower_evit`: the tower keeps the half that its class token attends to most,
+  and one token for all others, so that few reach the language model;
 * `tiny`: the dense model in seconds, for tests; also `pmod_tiny` and so on.
 
 `--config.data.source=llava --config.data.path=FILE` reads a JSON file in
@@ -30,6 +32,7 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.data.scenes import SceneConfig
+from mod_jax.layers.reduction import EViT
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vlm
@@ -132,6 +135,14 @@ def tower_amod() -> ExperimentConfig:
   return dataclasses.replace(dense(), name='ask_tower_amod', model=model)
 
 
+def tower_evit() -> ExperimentConfig:
+  tower = dataclasses.replace(
+    MODEL.tower, reduction=EViT(stages=(1,), keep=0.5)
+  )
+  model = dataclasses.replace(MODEL, tower=tower)
+  return dataclasses.replace(dense(), name='ask_tower_evit', model=model)
+
+
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   """A small version in seconds, for tests."""
   model = experiment.model
@@ -172,6 +183,7 @@ LARGE = {
   'stride': lambda: routed('stride', control('stride')),
   'pooled': pooled,
   'tower_amod': tower_amod,
+  'tower_evit': tower_evit,
   'captions': captions,
 }
 VARIANTS = LARGE | {

@@ -265,6 +265,12 @@ def _config_json(dense: VLMConfig, length: int, tokenizer) -> dict[str, Any]:
     '1: LLaVA has no pooling, so that such a model has no file of its format',
     pooling=dense.pooling,
   )
+  require(
+    dense.tower.reduction is None,
+    'None: LLaVA has no reduction, so that such a model has no file of its'
+    ' format',
+    **{'tower.reduction': dense.tower.reduction},
+  )
   return {
     'architectures': ['LlavaForConditionalGeneration'],
     'model_type': 'llava',

@@ -96,9 +96,9 @@ class VLMConfig(StackedConfig):
       'feature_layer',
     )
     check(
-      self.tower.reduction is None,
-      'a tower without reduction, since a picture has one number of tokens',
-      'tower',
+      self.pooling == 1 or self.tower.reduction is None,
+      '1, since the tokens that a reduction leaves are in no squares',
+      'pooling',
     )
     check(
       self.tower.grid % self.pooling == 0,
@@ -113,13 +113,15 @@ class VLMConfig(StackedConfig):
 
   @property
   def grid(self) -> int:
-    """Tokens of a picture along a side."""
+    """Tokens of a picture along a side, if its tower has no reduction."""
     return self.tower.grid // self.pooling
 
   @property
   def num_patches(self) -> int:
-    """Tokens of a picture."""
-    return self.grid**2
+    """Tokens of a picture, of which a tower with a reduction leaves fewer."""
+    reached = self.tower.stack.lengths(self.tower.num_tokens)
+    left = reached[self.tower_depth] - self.tower.num_prefix
+    return left // self.pooling**2
 
   @property
   def stack(self) -> StackConfig:

@@ -46,6 +46,13 @@ class VisionLanguage(Modality):
     data = config.data
     places = data.pictures * config.model.num_patches
     self.length = ((places + data.length, data.pictures),)
+    # Image tokens that a reduction left belong to no place in the picture.
+    self._has_grid = config.model.tower.reduction is None
+    errors.require(
+      self._has_grid or not data.marks,
+      'False for a tower with a reduction, whose tokens have no places',
+      **{'data.marks': data.marks},
+    )
 
   @functools.cached_property
   def tokenizer_source(self) -> tuple[str, str]:
@@ -179,7 +186,7 @@ class VisionLanguage(Modality):
     real = index != images_lib.PADDING
     conversation = source.load(int(index) if real else 0)
     row = self._row(conversation)
-    if self.config.data.source == 'scenes':
+    if self.config.data.source == 'scenes' and self._has_grid:
       shown_L = self._digits_shown(row, conversation)
       row['shown'] = shown_L if real else np.full_like(shown_L, -2)
     return row | {
@@ -344,7 +351,8 @@ class VisionLanguage(Modality):
   @property
   def _chooses_image_tokens(self) -> bool:
     routing = self.config.model.routing
-    return routing is not None and 'image' in (routing.kinds or ())
+    kinds = () if routing is None else routing.kinds or ()
+    return self._has_grid and 'image' in kinds
 
   def pictures(self, task, params, model_state):
     """Draws which image tokens each routed block takes, for which answer."""

@@ -15,6 +15,7 @@ from mod_jax import config as config_lib
 from mod_jax import flops, trees
 from mod_jax.errors import UserError
 from mod_jax.layers.lora import LoRAConfig
+from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.layers.token_info import KINDS
 from mod_jax.models import lm, lora, vlm
 from mod_jax.models.vit import ViTConfig
@@ -252,6 +253,35 @@ def test_pooling_averages_squares_of_patches():
   assert 4 * table['projector']['projector'] == whole['projector']['projector']
 
 
+def test_a_tower_that_reduces_tokens_leaves_fewer_for_the_language_model():
+  tower = dataclasses.replace(
+    DENSE.tower, reduction=EViT(stages=(0,), keep=0.5)
+  )
+  config = dataclasses.replace(DENSE, tower=tower)
+  # Of four patches, two are kept, and one is made of the others.
+  assert config.num_patches == 3
+  values = variables(DENSE)
+  inputs = vlm.place_images(config, ROWS, OF_PICTURES)
+  assert np.isfinite(output(config, inputs, values).logits_BLV).all()
+  features_TLD = config.tower.build().apply(
+    {'params': values['params']['tower']},
+    PICTURES,
+    config.tower_depth,
+    method='features',
+  )
+  assert features_TLD.shape[1] == 1 + config.num_patches
+  projected = vlm.Projector(config.language.width).apply(
+    {'params': values['params']['projector']}, features_TLD[:, 1:]
+  )
+  looked = tiny.apply(config, values, PICTURES[None], method=vlm.VLM.look)
+  np.testing.assert_allclose(looked[0].reshape(projected.shape), projected)
+  parts, whole = (dict(x.flops_table(12)) for x in (config, DENSE))
+  assert 4 * parts['projector']['projector'] == (
+    3 * whole['projector']['projector']
+  )
+  assert sum(parts['tower'].values()) < sum(whole['tower'].values())
+
+
 def test_flops_are_those_of_the_tokens_that_enter():
   config = routed(PMOD)
   assert config.tokens_per_block(14, 2) == (14, 10, 7)
@@ -307,6 +337,14 @@ def test_the_model_refuses_what_was_not_placed():
     (lambda: routed(FASTV, kinds=None), "kinds=.'image',."),
     (lambda: routed(FASTV, first=0), 'a block before the first routed one'),
     (lambda: dataclasses.replace(DENSE, pooling=3), 'a divisor of 2'),
+    (
+      lambda: dataclasses.replace(
+        DENSE,
+        pooling=2,
+        tower=dataclasses.replace(DENSE.tower, reduction=ToMe(r=1)),
+      ),
+      'pooling=2: expected 1',
+    ),
     (
       lambda: mod_jax.route(Run(config=DENSE, variables={})),
       "method='amod': 'pmod' and 'gamma' are for models that read pictures",
