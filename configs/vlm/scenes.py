@@ -129,18 +129,11 @@ def pooled() -> ExperimentConfig:
   return config_lib.replace(dense(), {'name': 'ask_pooled', 'model.pooling': 2})
 
 
-def tower_amod() -> ExperimentConfig:
-  tower = dataclasses.replace(MODEL.tower, routing=VisionRoutingConfig())
+def in_tower(name: str, **parts) -> ExperimentConfig:
+  """Parts of the tower, and none of the language model."""
+  tower = dataclasses.replace(MODEL.tower, **parts)
   model = dataclasses.replace(MODEL, tower=tower)
-  return dataclasses.replace(dense(), name='ask_tower_amod', model=model)
-
-
-def tower_evit() -> ExperimentConfig:
-  tower = dataclasses.replace(
-    MODEL.tower, reduction=EViT(stages=(1,), keep=0.5)
-  )
-  model = dataclasses.replace(MODEL, tower=tower)
-  return dataclasses.replace(dense(), name='ask_tower_evit', model=model)
+  return dataclasses.replace(dense(), name=f'ask_tower_{name}', model=model)
 
 
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
@@ -182,8 +175,8 @@ LARGE = {
   'random': lambda: routed('random', control('gaussian')),
   'stride': lambda: routed('stride', control('stride')),
   'pooled': pooled,
-  'tower_amod': tower_amod,
-  'tower_evit': tower_evit,
+  'tower_amod': lambda: in_tower('amod', routing=VisionRoutingConfig()),
+  'tower_evit': lambda: in_tower('evit', reduction=EViT(stages=(1,), keep=0.5)),
   'captions': captions,
 }
 VARIANTS = LARGE | {

@@ -261,14 +261,10 @@ def _config_json(dense: VLMConfig, length: int, tokenizer) -> dict[str, Any]:
   }
   text = convert_lm.fields_of(dense.language, length)
   require(
-    dense.pooling == 1,
-    '1: LLaVA has no pooling, so that such a model has no file of its format',
+    dense.pooling == 1 and dense.tower.reduction is None,
+    'pooling=1 and no reduction: LLaVA has neither, so that such a model has no'
+    ' file of its format',
     pooling=dense.pooling,
-  )
-  require(
-    dense.tower.reduction is None,
-    'None: LLaVA has no reduction, so that such a model has no file of its'
-    ' format',
     **{'tower.reduction': dense.tower.reduction},
   )
   return {

@@ -52,6 +52,7 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=TILE):
       )
       learner_PD = _learner(x_PD, w1_DF, b1_F, w2_FD, activation)
       sum_PD += jnp.where(_runs(start, rows, count), learner_PD, 0.0)
+      # Not `at[…].set`, a scatter, on which XLA crashes in a sharded program.
       return jax.lax.dynamic_update_slice_in_dim(sum_SD, sum_PD, start, 0)
 
     def on_tile(i, sum_SD):
