@@ -1,8 +1,10 @@
 """Checks and transforms for both text and image pipelines."""
 
 from collections.abc import Mapping, Sequence
+import threading
 from typing import Any
 
+from absl import logging
 import grain
 import numpy as np
 
@@ -43,3 +45,14 @@ class Rows(grain.transforms.Map):
 
   def map(self, element: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {key: value[self._rows] for key, value in element.items()}
+
+
+_warned, _lock = set(), threading.Lock()
+
+
+def warn_once(message: str) -> None:
+  """Logs a message the first time, whichever of the threads has it first."""
+  with _lock:
+    if message not in _warned:
+      _warned.add(message)
+      logging.warning('%s', message)

@@ -19,11 +19,11 @@ from typing import Literal
 import uuid
 import zlib
 
-from absl import logging
 from PIL import Image
 from PIL import __version__ as pillow_version
 
 from mod_jax import errors
+from mod_jax.data import common
 
 Kind = Literal['memory', 'disk', 'none']
 
@@ -125,7 +125,7 @@ class _Disk:
     try:
       disk = shutil.disk_usage(self._directory)
       if disk.free < _FREE * disk.total:
-        return _warn(f'less than {_FREE:.0%} of the disk is free')
+        return _warn_full(f'less than {_FREE:.0%} of the disk is free')
       os.makedirs(os.path.dirname(path), exist_ok=True)
       with open(partial, 'wb') as file:
         file.write(data)
@@ -133,12 +133,11 @@ class _Disk:
     except OSError as e:
       with contextlib.suppress(OSError):
         os.unlink(partial)
-      _warn(e.strerror)
+      _warn_full(e.strerror)
 
   def _path(self, name: str) -> str:
     return os.path.join(self._directory, name[:2], name)
 
 
-@functools.cache  # Once for each reason.
-def _warn(reason: str) -> None:
-  logging.warning('No more pictures are kept in cache_dir: %s', reason)
+def _warn_full(reason: str) -> None:
+  common.warn_once(f'No more pictures are kept in cache_dir: {reason}')

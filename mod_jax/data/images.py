@@ -21,7 +21,7 @@ import signal
 import sys
 from typing import Annotated, Any, Literal
 
-from absl import flags, logging
+from absl import flags
 import grain
 import numpy as np
 from PIL import Image
@@ -499,7 +499,7 @@ class _Pictures:
         raise image_folder.UnreadableImageError(
           f"{e}, or set unreadable='skip'"
         ) from e
-      _warn(str(e))
+      common.warn_once(f'left out: {e}')
 
   def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
     """Returns a picture to train on, or the next that is not left out."""
@@ -511,11 +511,6 @@ class _Pictures:
       f'none of the {len(self)} pictures to train on can be decoded: repair '
       'them or choose other data'
     )
-
-
-@functools.cache  # Warn once per file, not in every epoch.
-def _warn(fault: str):
-  logging.warning('left out: %s', fault)
 
 
 def _train_row(

@@ -1,17 +1,19 @@
 """Kept pictures: equal to decoding anew, bounded, shared, never stale."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import os
 import pathlib
 import shutil
+import time
 
 from batch_checks import assert_same, take
 import numpy as np
 from PIL import Image
 import pytest
 
-from mod_jax.data import image_cache, image_folder, images
+from mod_jax.data import common, image_cache, image_folder, images
 from mod_jax.data.augment import AugmentConfig
 
 
@@ -143,8 +145,22 @@ def test_memory_is_bounded(folder, decoded, monkeypatch):
 def test_a_full_disk_is_told_once(folder, tmp_path, monkeypatch, caplog):
   usage = type(shutil.disk_usage(tmp_path))
   monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage(100, 95, 5))
-  image_cache._warn.cache_clear()
+  common._warned.clear()
   config = cached(folder, 'disk', tmp_path)
   assert_same(epochs(config), epochs(folder))
   assert caplog.text.count('less than 10% of the disk is free') == 1
   assert not list((tmp_path / 'kept').rglob('*'))
+
+
+def test_threads_that_warn_at_once_do_so_once(monkeypatch):
+  told = []
+
+  def warning(*args):
+    time.sleep(0.05)  # The other threads arrive while this one still logs.
+    told.append(args)
+
+  monkeypatch.setattr(common.logging, 'warning', warning)
+  common._warned.clear()
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    list(pool.map(common.warn_once, ['full'] * 4))
+  assert len(told) == 1
