@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from mod_jax.convert import beside, files, lm, vit
+from mod_jax import config as config_lib
+from mod_jax.convert import beside, files, llava, lm, vit
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.reduction import EViT
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 TIMM = GOLDEN / 'vit_timm.safetensors'
@@ -158,6 +160,12 @@ def save_lvvit(tmp):
   vit.save(tmp / 'new.npz', params, config, naming='lvvit')
 
 
+def save_llava(tmp, **fields):
+  config = llava.derive(GOLDEN / 'vlm' / 'llava')
+  params = llava.load(GOLDEN / 'vlm' / 'llava', config)
+  llava.save(tmp / 'new.npz', params, config_lib.replace(config, fields))
+
+
 ADAPTIVE = {'adaptive': AdaptiveConfig(num_learners=2)}
 
 TABLE = [
@@ -252,6 +260,12 @@ TABLE = [
   (
     lambda t: vit.names(change(VIT, residual_scale=0.5), 'timm'),
     *('residual_scale=0.5', 'another naming'),
+  ),
+  # Vision-language models.
+  (lambda t: save_llava(t, pooling=3), 'pooling=3', 'no file of its format'),
+  (
+    lambda t: save_llava(t, **{'tower.reduction': EViT(stages=(1,))}),
+    *('tower.reduction=EViT', 'no file of its format'),
   ),
 ]
 
