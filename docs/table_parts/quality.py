@@ -195,6 +195,12 @@ def vit_digits():
 
 
 @table
+def vit_scenes():
+  """Methods that skip work, on scenes: cost and accuracy."""
+  return study_tables.scenes(studied('vit_scenes'))
+
+
+@table
 def acm_digits():
   """Adaptive width on the digits, by budget."""
   return study_tables.adaptive(studied('acm_digits'))
