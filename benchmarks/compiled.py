@@ -169,7 +169,7 @@ def estimated(name: str, function, args, folder: pathlib.Path) -> dict:
   jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
   for path in folder.iterdir():
     path.unlink()
-  with slices.quick_compiler():
+  with slices.compiler(quick=True):
     compiled = jitted.lower(*args).compile()
   found = operations(compiled.as_text(), folder)
   kernels = [x for x in found if x['kernel']]

@@ -203,7 +203,7 @@ def lower_for_hopper(function, *args) -> str:
 def quick_tpu():
   from mod_jax.prove import slices
 
-  with slices.quick_compiler():
+  with slices.compiler(quick=True):
     yield
 
 
@@ -214,7 +214,7 @@ def compile_for_tpu(topology: str, function, *args):
   (found,) = slices.parse(topology)
   sharding = jax.sharding.SingleDeviceSharding(found.devices()[0])
   jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
-  with slices.quick_compiler():
+  with slices.compiler(quick=True):
     return jitted.lower(*args).compile()
 
 

@@ -404,20 +404,17 @@ def _code() -> str:
 def _compiled(proof: Proof, config, topology) -> Proof:
   """Compiles the step, and completes the proof."""
   devices = topology.devices()
-  try:
-    with slices.quick_compiler():
-      compiled = lower(config, devices).compile()
-  except jax.errors.JaxRuntimeError as error:
-    if 'RESOURCE_EXHAUSTED' not in str(error):
-      raise
-    match = _TOO_LARGE.search(str(error))
-    if match is None:
-      return proof
-    what, number, unit = match.groups()
-    used = float(number) * 2 ** {'K': 10, 'M': 20, 'G': 30}[unit]
-    if what != 'Used ':
-      used += proof.memory
-    return dataclasses.replace(proof, memory=int(used))
+  for quick in (True, False):  # What is too large quickly may fit all the same.
+    try:
+      with slices.compiler(quick=quick):
+        compiled = lower(config, devices).compile()
+      break
+    except jax.errors.JaxRuntimeError as error:
+      if 'RESOURCE_EXHAUSTED' not in str(error):
+        raise
+      refusal = str(error)
+  else:
+    return dataclasses.replace(proof, memory=_needed(refusal, proof.memory))
   memory = compiled.memory_analysis()
   cost = hlo.cost(compiled.as_text())
   useful, again, uncounted = kernel_flops(cost.kernels)
@@ -446,6 +443,16 @@ def _compiled(proof: Proof, config, topology) -> Proof:
     network_seconds=network,
     uncounted=(*uncounted, *cost.endless),
   )
+
+
+def _needed(refusal: str, state: int) -> int:
+  """Returns the bytes that a program needs, as the compiler refuses it."""
+  match = _TOO_LARGE.search(refusal)
+  if match is None:
+    return state
+  what, number, unit = match.groups()
+  used = int(float(number) * 2 ** {'K': 10, 'M': 20, 'G': 30}[unit])
+  return used if what == 'Used ' else used + state
 
 
 # The kernels of splash attention: the number of matrix products that a model's

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 
+import jax
 import pytest
 
 from mod_jax import config as config_lib
@@ -135,6 +136,28 @@ class TestRefusals:
       # A twin that does not fit is not one that takes no time.
       assert row['dense_step_seconds'] == row['dense_products'] == ''
     assert 'DOES NOT FIT' in prove.report(config, 'v5e')
+
+
+@needs_libtpu
+def test_what_is_too_large_quickly_is_compiled_as_a_run_would(
+  tiny, monkeypatch
+):
+  levels = []
+
+  class Lowered:
+    def compile(self):
+      levels.append(jax.config.jax_optimization_level)
+      used = 21 - 4 * len(levels)
+      raise jax.errors.JaxRuntimeError(
+        f'RESOURCE_EXHAUSTED: Used {used}.50G of 15.75G hbm'
+      )
+
+  monkeypatch.setattr(prove, 'lower', lambda *args: Lowered())
+  (topology,) = slices.parse('v5e:2x2')
+  proof = prove.prove(tiny, topology)
+  assert levels == ['O1', jax.config.jax_optimization_level] != ['O1'] * 2
+  assert not proof.fits
+  assert proof.memory == 13.5 * 2**30
 
 
 def test_batches_have_the_shapes_that_are_told(tiny):
