@@ -3,8 +3,9 @@
     JAX_PLATFORMS=cpu python results/prove_vlm/run.py
 
 The dense model and p-MoD of `configs/vlm/llava.py`, fully rematerialised, on
-slices of v5e and of v5p. An interrupted call goes on where it stopped. The
-table is written to `prove.csv` beside this script.
+slices of v5e and of v5p, one conversation a chip at a time. An interrupted call
+goes on where it stopped. The table is written to `prove.csv` beside this
+script.
 """
 
 import pathlib
@@ -15,6 +16,7 @@ from absl import app, flags
 from mod_jax import config as config_lib
 from mod_jax.prove import prove
 
+_ONE_ROW = {'train.grad_accum_steps': 8}  # Of 128 conversations on 16 chips.
 _HERE = pathlib.Path(__file__).resolve().parent
 _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/prove_vlm', 'Keeps what is compiled.'
@@ -27,7 +29,10 @@ _TOPOLOGIES = flags.DEFINE_list(
 
 def main(_):
   llava = config_lib.load(_HERE.parents[1] / 'configs' / 'vlm' / 'llava.py')
-  runs = [(name or 'dense', llava.get_config(name)) for name in _RUNS.value]
+  runs = [
+    (name or 'dense', config_lib.replace(llava.get_config(name), _ONE_ROW))
+    for name in _RUNS.value
+  ]
   workdir = pathlib.Path(_WORKDIR.value)
   prove.run(runs, _TOPOLOGIES.value, workdir)
   shutil.copy(workdir / 'prove.csv', _HERE / 'prove.csv')
