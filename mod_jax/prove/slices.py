@@ -158,9 +158,10 @@ def compiler(*, quick: bool):
   """Compiles for devices that are not present, quickly or as a run would.
 
   The quick way lowers libtpu's optimisation level, to a third of the compile
-  time or less. The program does the same work, but its collectives stand as
-  early as they can, so that it may take gigabytes more. The persistent
-  compilation cache is off, since it cannot load programs for absent devices.
+  time or less. The program does the same work, but weights may be gathered
+  long before they are used, so that more of them are held at once. The
+  persistent compilation cache is off, since it cannot load programs for absent
+  devices.
   """
   settings = {'jax_persistent_cache_min_compile_time_secs': float('inf')}
   if quick:
