@@ -30,11 +30,7 @@ Length = int | tuple[int, int] | None
 
 
 def forward(config, length: Length = None) -> int:
-  """Returns the FLOPs of a forward pass over one sequence or image.
-
-  Raises:
-    UserError: the config is of a language model, and `length` is None.
-  """
+  """Returns the FLOPs of a forward pass over one sequence or image."""
   return sum(products(parts) for _, parts in _table(config, length))
 
 

@@ -122,9 +122,6 @@ def derive(folder: str | os.PathLike, **known) -> Wav2Vec2Config:
   """Returns the config of the model in a directory of Hugging Face.
 
   `known` are fields that override those of its `config.json`.
-
-  Raises:
-    UserError: there is no such file, or it describes another architecture.
   """
   file = pathlib.Path(folder).expanduser() / 'config.json'
   fields = paths.read_object(file)

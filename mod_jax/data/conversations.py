@@ -165,9 +165,6 @@ class ConversationDataConfig:
 @functools.lru_cache(maxsize=4)
 def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
   """Returns a split: a length, `load(i)` for a `Conversation`, `fingerprint()`.
-
-  Raises:
-    errors.UserError: the data cannot be read.
   """
   if config.source == 'scenes':
     return SceneQuestions(
@@ -338,9 +335,6 @@ class Examples:
     Args:
       config: says which file, and the part that is held out, evenly spread.
       split: 'train' or 'eval'.
-
-    Raises:
-      errors.UserError: it is no such file; names the example.
     """
     file = pathlib.Path(config.path).expanduser()
     if not file.is_file():

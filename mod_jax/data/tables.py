@@ -53,11 +53,7 @@ def read_column(path: str, column: str) -> Iterator[str]:
 def read_rows(
   path: str | os.PathLike, columns: Sequence[str]
 ) -> tuple[list[str], list[dict[str, Any]]]:
-  """Returns the names of a Parquet file's columns, and rows of those wanted.
-
-  Raises:
-    errors.UserError: it is no such file.
-  """
+  """Returns the names of a Parquet file's columns, and rows of those wanted."""
   try:
     names = parquet.read_schema(path).names
     wanted = [name for name in columns if name in names]

@@ -76,9 +76,6 @@ def render(kind: str, path: str, messages: Sequence[Mapping]) -> str:
       have templates.
     path: of the tokenizer.
     messages: of a `role` and a `content`, as the template wants them.
-
-  Raises:
-    UserError: there is no template, or the messages do not fit it.
   """
   template = read_template(path) if kind == 'huggingface' else None
   if template is None:

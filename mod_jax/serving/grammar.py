@@ -63,9 +63,6 @@ class Constraint:
 
     None if the text is complete. The next mask needs the token that is sampled
     (`push`).
-
-    Raises:
-      UserError: the schema takes too much computing.
     """
     future, self._next = self._next, None
     return future.result()
@@ -119,11 +116,7 @@ class Grammars:
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
 
   def compile(self, schema: Mapping[str, Any]) -> Grammar:
-    """Compiles a JSON schema, which takes up to seconds.
-
-    Raises:
-      UserError: it is no schema, or has what llguidance does not support.
-    """
+    """Compiles a JSON schema, which takes up to seconds."""
     with self._lock:
       vocabulary = self._vocabulary
     matcher = llguidance.LLMatcher(

@@ -25,10 +25,6 @@ def pieces(
       `content`: a text, or a list of parts of the type `text`, or of another
       type, which has the picture by that name. A message's pictures stand
       before its text, unless that has placeholders of its own.
-
-  Raises:
-    UserError: a message has another role or other parts, or not as many
-      pictures as its text has placeholders.
   """
   found, pictures = [], []
   for message in messages:
@@ -77,11 +73,7 @@ def _parts(content) -> Iterator[tuple[str, Any]]:
 
 
 def base64_of(url: str) -> str:
-  """Returns what a `data:` URL of a picture has in base64, not yet decoded.
-
-  Raises:
-    UserError: it is another URL, or too long.
-  """
+  """Returns what a `data:` URL of a picture has in base64, not yet decoded."""
   head, comma, data = url.partition(',')
   if not (head.startswith('data:') and head.endswith(';base64') and comma):
     raise UserError(

@@ -286,10 +286,6 @@ class Language(Modality):
 
     By default with the best causal rule of the model, up to the length that it
     was trained with.
-
-    Raises:
-      UserError: the model is routed, but no causal rule was trained; or a
-        prompt fills the training length.
     """
     if 'mode' not in kwargs:
       kwargs['mode'] = self.config.model.decoding_mode

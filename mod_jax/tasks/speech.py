@@ -282,9 +282,6 @@ class Speech(Modality):
     """Returns the transcripts of files.
 
     `apply` is the compiled model with its parameters.
-
-    Raises:
-      UserError: a file cannot be read, or is shorter than a frame.
     """
     seconds = math.prod(self.config.model.conv_strides) / self.config.data.rate
     found = []
@@ -299,10 +296,6 @@ class Speech(Modality):
     """Returns a figure of the compute over time in files, and what is heard.
 
     `apply` is the compiled model with its parameters.
-
-    Raises:
-      UserError: a file cannot be read, or is shorter than a frame; or the model
-        has no learners.
     """
     if self.config.model.adaptive is None:
       raise errors.UserError(

@@ -478,10 +478,6 @@ class VisionLanguage(Modality):
 
     `apply` is the compiled model with its parameters; the others are those of
     `answers`, and what it returns. Of several pictures the first is drawn.
-
-    Raises:
-      UserError: no block of the model chooses among image tokens, or a
-        question has no picture.
     """
     if not self._chooses_image_tokens:
       raise errors.UserError(

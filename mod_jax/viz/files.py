@@ -14,9 +14,6 @@ def save(figure: Figure, path: str | os.PathLike) -> epath.Path:
   """Writes a figure as PNG, whole or not at all, and returns the path.
 
   Missing directories are made, and what stood there is replaced.
-
-  Raises:
-    UserError: the path does not end in .png.
   """
   path = paths.expand(path)
   if path.suffix.lower() != '.png':

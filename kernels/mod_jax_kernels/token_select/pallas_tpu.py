@@ -22,11 +22,7 @@ LONGEST = 2**17
 
 @dispatch.jit(static_argnames='k')
 def token_select(key_BL, k):
-  """See `reference.token_select`.
-
-  Raises:
-    ValueError: rows longer than `LONGEST`.
-  """
+  """See `reference.token_select`."""
   batch, length = key_BL.shape
   if length > LONGEST:
     raise ValueError(
