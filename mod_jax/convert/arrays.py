@@ -1,6 +1,6 @@
 """Names and layouts of arrays in another library and here."""
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 import dataclasses
 import functools
 import math
@@ -177,15 +177,29 @@ def to_ours(
   table: Iterable[Entry],
   shapes: Mapping[str, tuple[int, ...]],
   theirs: Mapping[str, np.ndarray],
-  left_out: Container[str] = (),
+  left_out: Collection[str] = (),
+  **kwargs,
 ) -> dict[str, np.ndarray]:
-  """Returns our parameters from their arrays, but for those `left_out`."""
+  """Returns our parameters from their arrays, but for those `left_out`.
+
+  `kwargs` are those of `trees.compare`, which refuses other arrays.
+  """
+  _compare(table, shapes, theirs, left_out, **kwargs)
   ours = {}
   for entry in table:
     if entry.theirs not in left_out:
       parts = entry.to_ours(theirs[entry.theirs], shapes[entry.ours[0]])
       ours.update(zip(entry.ours, parts, strict=True))
   return ours
+
+
+def _compare(table, shapes, theirs, left_out=(), **kwargs) -> None:
+  trees.compare(
+    {entry.theirs: entry.shape(shapes) for entry in table},
+    {name: x.shape for name, x in theirs.items() if name not in left_out},
+    new=tuple(map(re.escape, left_out)),
+    **kwargs,
+  )
 
 
 def to_theirs(
@@ -226,11 +240,14 @@ def read(
   table: Iterable[Entry],
   shapes: Mapping[str, tuple[int, ...]],
   stored: Mapping[str, files.Lazy],
+  **kwargs,
 ) -> dict[str, files.Lazy]:
   """Returns our parameters, each read from `stored` when it is used.
 
-  `shapes` are ours. No entry stands for several parameters.
+  `shapes` are ours. No entry stands for several parameters. `kwargs` are those
+  of `trees.compare`, which refuses other arrays.
   """
+  _compare(table, shapes, stored, **kwargs)
 
   def lazy(entry):
     (name,) = entry.ours

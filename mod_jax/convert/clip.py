@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import paths, trees
+from mod_jax import trees
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert.files import Lazy
@@ -88,7 +88,7 @@ _SAME = {
 
 def holds_model(folder: str | os.PathLike) -> bool:
   """Whether a directory of Hugging Face has a CLIP, or its vision tower."""
-  fields = paths.read_object(pathlib.Path(folder) / 'config.json')
+  fields = files.config_json(folder)
   return fields.get('model_type') in ('clip', 'clip_vision_model')
 
 
@@ -98,9 +98,9 @@ def derive(folder: str | os.PathLike) -> ViTConfig:
   Raises:
     UserError: there is no `config.json`, or its tower is of another kind.
   """
-  file = pathlib.Path(folder).expanduser() / 'config.json'
-  fields = paths.read_object(file)
-  return from_fields(fields.get('vision_config', fields), str(file))
+  fields = files.config_json(folder)
+  where = f'{pathlib.Path(folder).expanduser()}/config.json'
+  return from_fields(fields.get('vision_config', fields), where)
 
 
 def from_fields(fields: Mapping[str, Any], where: str) -> ViTConfig:
@@ -157,13 +157,11 @@ def read(
   """
   stored = {name.removeprefix(PREFIX): x for name, x in stored.items()}
   table, shapes = _entries(config)
-  trees.compare(
-    {entry.theirs: entry.shape(shapes) for entry in table},
-    {name: x.shape for name, x in stored.items()},
+  return arrays_lib.read(
+    *(table, shapes, stored),
     dropped=_UNUSED,
     describe=f"{describe}, CLIP's vision tower,",
   )
-  return arrays_lib.read(table, shapes, stored)
 
 
 def load(folder: str | os.PathLike, config: ViTConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import paths, trees
+from mod_jax import trees
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert.arrays import Entry
@@ -90,34 +90,25 @@ def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
 def _backbone(config: ResNetConfig, naming: Naming) -> dict[str, str]:
   """Returns the names of the backbone's modules by ours."""
 
-  def pair(ours, conv, norm):
-    return {
-      f'backbone/{ours}_conv': f'{_BACKBONE}{conv}.',
-      f'backbone/{ours}_norm': f'{_BACKBONE}{norm}.',
-    }
+  table = {}
 
-  def theirs(module):  # Of a module of Hugging Face's backbone.
-    return f'{module}.convolution', f'{module}.normalization'
+  def add(ours, timm, theirs):
+    """Adds a convolution and its norm: timm's two names, Hugging Face's one."""
+    pair = (f'{theirs}.convolution', f'{theirs}.normalization')
+    pair = timm if naming == 'timm' else pair
+    for kind, module in zip(('conv', 'norm'), pair, strict=True):
+      table[f'backbone/{ours}_{kind}'] = f'{_BACKBONE}{module}.'
 
-  of_timm = naming == 'timm'
-  table = pair(
-    'stem', *(('conv1', 'bn1') if of_timm else theirs('embedder.embedder'))
-  )
+  add('stem', ('conv1', 'bn1'), 'embedder.embedder')
   for stage, depth in enumerate(config.depths):
     for i in range(depth):
-      ours = f'stage_{stage}_{i}'
-      block = f'encoder.stages.{stage}.layers.{i}'
-      if of_timm:
-        block = f'layer{stage + 1}.{i}'
+      ours, timm = f'stage_{stage}_{i}', f'layer{stage + 1}.{i}'
+      theirs = f'encoder.stages.{stage}.layers.{i}'
       for j in range(3):
-        named = (f'{block}.conv{j + 1}', f'{block}.bn{j + 1}')
-        table |= pair(
-          f'{ours}_{j}', *(named if of_timm else theirs(f'{block}.layer.{j}'))
-        )
-      named = (f'{block}.downsample.0', f'{block}.downsample.1')
-      table |= pair(
-        f'{ours}_short', *(named if of_timm else theirs(f'{block}.shortcut'))
-      )
+        pair = f'{timm}.conv{j + 1}', f'{timm}.bn{j + 1}'
+        add(f'{ours}_{j}', pair, f'{theirs}.layer.{j}')
+      pair = f'{timm}.downsample.0', f'{timm}.downsample.1'
+      add(f'{ours}_short', pair, f'{theirs}.shortcut')
   return table
 
 
@@ -130,10 +121,7 @@ def on_disk(name: str) -> str:
 
 def holds_model(path: str | os.PathLike) -> bool:
   """Whether a folder holds a DETR of Hugging Face."""
-  file = pathlib.Path(path) / 'config.json'
-  if not file.is_file():
-    return False
-  return paths.read_object(file).get('model_type') == 'detr'
+  return files.config_json(path).get('model_type') == 'detr'
 
 
 def derive(path: str | os.PathLike) -> DETRConfig:
@@ -144,7 +132,7 @@ def derive(path: str | os.PathLike) -> DETRConfig:
   sizes in either orientation.
   """
   arrays = _read(path)
-  told = paths.read_object(pathlib.Path(path) / 'config.json')
+  told = files.config_json(path)
   wanted = {
     **{'activation_function': 'relu', 'position_embedding_type': 'sine'},
     **{'dilation': False, 'num_channels': 3},
@@ -279,13 +267,11 @@ def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, np.ndarray]:
   arrays = _read(path)
   entries = names(config, 'timm' if _OF_TIMM in arrays else 'huggingface')
   shapes = arrays_lib.shapes_of(config.dense_twin())
-  trees.compare(
-    {entry.theirs: entry.shape(shapes) for entry in entries},
-    {name: x.shape for name, x in arrays.items()},
+  return arrays_lib.to_ours(
+    *(entries, shapes, arrays),
     dropped=_UNUSED,
     describe=f'{path}, a DETR of Hugging Face,',
   )
-  return arrays_lib.to_ours(entries, shapes, arrays)
 
 
 def save(

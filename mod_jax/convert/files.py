@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pathlib
+from typing import Any
 import zipfile
 
 import ml_dtypes
@@ -61,6 +62,18 @@ def find(path: str | os.PathLike) -> pathlib.Path:
   if path.suffix not in _PYTORCH:
     check_suffix(path)
   return path
+
+
+def config_json(folder: str | os.PathLike) -> dict[str, Any]:
+  """Returns the fields of a directory's `config.json`; {} if there is none."""
+  return paths.read_object(pathlib.Path(folder).expanduser() / 'config.json')
+
+
+def copy(source: pathlib.Path, folder: pathlib.Path, names) -> None:
+  """Copies those of the named files that are in the directory `source`."""
+  for name in names:
+    if (source / name).is_file():
+      paths.write_bytes(folder / name, (source / name).read_bytes())
 
 
 def remove_others(folder: pathlib.Path, written: Container[str]) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import paths, trees
+from mod_jax import trees
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import clip, files
 from mod_jax.convert import lm as convert_lm
@@ -83,11 +83,7 @@ class _Fields:
 
 def holds_model(folder: str | os.PathLike) -> bool:
   """Whether a directory of Hugging Face has a LLaVA."""
-  return _fields(folder).get('model_type') == 'llava'
-
-
-def _fields(folder) -> dict[str, Any]:
-  return paths.read_object(pathlib.Path(folder).expanduser() / 'config.json')
+  return files.config_json(folder).get('model_type') == 'llava'
 
 
 def derive(folder: str | os.PathLike) -> VLMConfig:
@@ -97,7 +93,7 @@ def derive(folder: str | os.PathLike) -> VLMConfig:
     UserError: there is no `config.json`, or a part of the model is of a kind
       that is not known here.
   """
-  return _from_fields(_fields(folder), f'{folder}/config.json')
+  return _from_fields(files.config_json(folder), f'{folder}/config.json')
 
 
 def _part(fields, name, where) -> dict[str, Any]:
@@ -126,7 +122,7 @@ def _from_fields(fields: Mapping[str, Any], where: str) -> VLMConfig:
 
 def max_length(folder: str | os.PathLike) -> int:
   """Returns the longest input, in tokens, of a model of Hugging Face."""
-  text = _fields(folder).get('text_config') or {}
+  text = files.config_json(folder).get('text_config') or {}
   return int(text.get('max_position_embeddings', 2048))
 
 
@@ -168,15 +164,13 @@ def read(folder: str | os.PathLike, config: VLMConfig) -> dict[str, Lazy]:
       ' from where it was published.'
     )
   table, shapes = _projector(config)
-  trees.compare(
-    {entry.theirs: entry.shape(shapes) for entry in table},
-    {name: x.shape for name, x in by_part['projector'].items()},
-    describe=f'{folder}, the projector,',
-  )
   parts = {
+    'projector': arrays_lib.read(
+      *(table, shapes, by_part['projector']),
+      describe=f'{folder}, the projector,',
+    ),
     'language': convert_lm.read(folder, config.language, by_part['language']),
     'tower': clip.read(by_part['tower'], config.tower, str(folder)),
-    'projector': arrays_lib.read(table, shapes, by_part['projector']),
   }
   return {
     f'{part}/{name}': x
@@ -209,12 +203,10 @@ def save(
   types, names = {}, {}
   if like is not None and derive(like) == _from_fields(fields, 'config.json'):
     like = pathlib.Path(like).expanduser()
-    fields = _fields(like)
+    fields = files.config_json(like)
     for name, array in files.stored(like).items():
       names[_on_disk(name)], types[_on_disk(name)] = name, array.stored
-    for name in _BESIDE:
-      if (like / name).is_file():
-        paths.write_bytes(folder / name, (like / name).read_bytes())
+    files.copy(like, folder, _BESIDE)
   written = []
   for name, *rest in _arrays(params, dense, types):
     new = name.replace('vision_tower.', f'vision_tower.{clip.PREFIX}', 1)
@@ -255,11 +247,7 @@ def _arrays(
 
 def _config_json(dense: VLMConfig, length: int, tokenizer) -> dict[str, Any]:
   """Returns the fields of a new `config.json`."""
-  ends = {
-    f'{name}_token_id': getattr(tokenizer, f'{name}_id', None)
-    for name in ('bos', 'eos')
-  }
-  text = convert_lm.fields_of(dense.language, length)
+  text = convert_lm.fields_of(dense.language, length, tokenizer)
   require(
     dense.pooling == 1 and dense.tower.reduction is None,
     'pooling=1 and no reduction: LLaVA has neither, so that such a model has no'
@@ -270,7 +258,7 @@ def _config_json(dense: VLMConfig, length: int, tokenizer) -> dict[str, Any]:
   return {
     'architectures': ['LlavaForConditionalGeneration'],
     'model_type': 'llava',
-    'text_config': text | ends,
+    'text_config': text,
     'vision_config': clip.fields_of(dense.tower),
     'image_token_index': dense.image_token,
     'image_seq_length': dense.num_patches,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import paths, trees
+from mod_jax import trees
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert.arrays import Entry
@@ -182,14 +182,10 @@ _WINDOW = {
 
 def holds_model(path: str | os.PathLike) -> bool:
   """Whether a path is the directory of a language model, of any family."""
-  fields = _fields(path)
+  fields = files.config_json(path)
   return fields.get('model_type') in FAMILIES or (
     'ForCausalLM' in str(fields.get('architectures'))
   )
-
-
-def _fields(folder: str | os.PathLike) -> dict[str, Any]:
-  return paths.read_object(pathlib.Path(folder) / 'config.json')
 
 
 def _read_config(
@@ -235,7 +231,7 @@ def derive(path: str | os.PathLike) -> LMConfig:
     UserError: there is no `config.json`, or its architecture or a setting is
       not supported.
   """
-  return from_fields(_fields(path), f'{path}/config.json')
+  return from_fields(files.config_json(path), f'{path}/config.json')
 
 
 def from_fields(fields: Mapping[str, Any], where: str) -> LMConfig:
@@ -318,13 +314,11 @@ def read(
     embedding = stored['model.embed_tokens.weight']
     if np.array_equal(stored['lm_head.weight'], embedding):
       dropped.append(r'lm_head\.weight')
-  trees.compare(
-    {entry.theirs: entry.shape(shapes) for entry in entries},
-    {name: array.shape for name, array in stored.items()},
+  params = arrays_lib.read(
+    *(entries, shapes, stored),
     dropped=dropped,
     describe=f'{path}, a language model,',
   )
-  params = arrays_lib.read(entries, shapes, stored)
   return _scanned(config, params) if config.scan_layers else params
 
 
@@ -382,18 +376,13 @@ def save(
   dense = config.dense_twin()
   folder = pathlib.Path(folder).expanduser()
   types = {}
-  fields = fields_of(dense, length) | {
-    f'{name}_token_id': getattr(tokenizer, f'{name}_id', None)
-    for name in ('bos', 'eos')
-  }
+  fields = fields_of(dense, length, tokenizer)
   if like is not None and derive(like) == from_fields(fields, 'config.json'):
     like = pathlib.Path(like).expanduser()
-    fields = _fields(like)
+    fields = files.config_json(like)
     if files.has_stored(like):
       types = {name: x.stored for name, x in files.stored(like).items()}
-    for name in BESIDE:
-      if (like / name).is_file():
-        paths.write_bytes(folder / name, (like / name).read_bytes())
+    files.copy(like, folder, BESIDE)
   files.write_sharded(folder, arrays(params, config, types))
   files.write_json(folder / 'config.json', fields)
 
@@ -420,8 +409,12 @@ def arrays(
   return arrays_lib.arrays(_entries(shapes), flat, types)
 
 
-def fields_of(dense: LMConfig, length: int) -> dict[str, Any]:
+def fields_of(
+  dense: LMConfig, length: int, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
   """Returns the fields of a `config.json` of the first family that fits.
+
+  Arguments are those of `save`.
 
   Raises:
     UserError: no architecture that is known here computes the same.
@@ -445,6 +438,8 @@ def fields_of(dense: LMConfig, length: int) -> dict[str, Any]:
     'rope_theta': dense.rope_theta,
     'max_position_embeddings': length,
     'torch_dtype': 'float32',
+    'bos_token_id': getattr(tokenizer, 'bos_id', None),
+    'eos_token_id': getattr(tokenizer, 'eos_id', None),
   }
   if family == 'qwen2' and fields['head_dim'] * dense.num_heads != dense.width:
     raise UserError(
@@ -464,5 +459,5 @@ def fields_of(dense: LMConfig, length: int) -> dict[str, Any]:
 
 def max_length(path: str | os.PathLike) -> int:
   """Returns the longest input, in tokens, of a model of Hugging Face."""
-  saved, _ = _read_config(_fields(path), f'{path}/config.json')
+  saved, _ = _read_config(files.config_json(path), f'{path}/config.json')
   return saved.max_position_embeddings

@@ -483,23 +483,20 @@ def read(
   replaced = {
     entry.theirs for entry in entries if entry.ours[0].split('/')[0] in heads
   }
-  trees.compare(
-    expected,
-    {name: a.shape for name, a in arrays.items() if name not in replaced},
-    new=tuple(map(re.escape, replaced)),
+  ours = arrays_lib.to_ours(
+    *(entries, shapes, arrays, replaced),
     dropped=ignored,
     describe=f'{file.path}, a vision transformer of {library.label} with '
     + ', '.join(f'{field}={value}' for field, value in sizes.items())
     + ',',
   )
-
   for name, classes in heads.items():
     # A warning, since the model cannot classify until the head is trained.
     logging.warning(
       '%s: %s is made new, for num_classes=%d; %s in these weights.',
       *(file.path, name, dense.num_classes, f'{classes or "there is none"}'),
     )
-  return arrays_lib.to_ours(entries, shapes, arrays, replaced)
+  return ours
 
 
 def save(

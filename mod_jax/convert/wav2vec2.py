@@ -8,14 +8,13 @@ PyTorch's version, or folded to one kernel. Ours is folded.
 import dataclasses
 import os
 import pathlib
-import re
 from typing import Any
 
 from absl import logging
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import paths, trees
+from mod_jax import paths
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.errors import UserError
@@ -114,8 +113,7 @@ def _fixed(variant: str) -> dict[str, Any]:
 
 def holds_model(folder: str | os.PathLike) -> bool:
   """Whether a directory of Hugging Face has a Wav2Vec2."""
-  fields = paths.read_object(pathlib.Path(folder) / 'config.json')
-  return fields.get('model_type') == 'wav2vec2'
+  return files.config_json(folder).get('model_type') == 'wav2vec2'
 
 
 def derive(folder: str | os.PathLike, **known) -> Wav2Vec2Config:
@@ -164,7 +162,6 @@ def read(
   _fold(arrays)
   shapes = arrays_lib.shapes_of(config.dense_twin())
   entries = arrays_lib.entries(shapes, _TABLE, _LABEL)
-  expected = {entry.theirs: entry.shape(shapes) for entry in entries}
   new = {name for name in _OPTIONAL if name not in arrays}
   head = arrays.get('lm_head.weight')
   if head is not None and len(head) != config.vocab_size:
@@ -175,14 +172,11 @@ def read(
       '%s: head is made new, for vocab_size=%d; %s in these weights.',
       *(path, config.vocab_size, there),
     )
-  trees.compare(
-    expected,
-    {name: x.shape for name, x in arrays.items() if name not in new},
-    new=tuple(map(re.escape, new)),
+  return arrays_lib.to_ours(
+    *(entries, shapes, arrays, new),
     dropped=_UNUSED,
     describe=f'{path}, a Wav2Vec2 of {_LABEL},',
   )
-  return arrays_lib.to_ours(entries, shapes, arrays, new)
 
 
 def load(path: str | os.PathLike, config: Wav2Vec2Config) -> dict[str, Any]:

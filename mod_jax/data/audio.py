@@ -22,7 +22,7 @@ import grain
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax.data import audio_files, common, formants, images
+from mod_jax.data import audio_files, batches, common, formants
 from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data.characters import Characters
 from mod_jax.errors import UserError
@@ -316,10 +316,10 @@ def train_iterator(
       f' {rows} of one batch: add some or lower the batch size.'
     )
   # All rows are made, so that the global batch does not depend on shards.
-  batches = grain.MapDataset.source(_Endless(recordings, frames, rows, seed))
+  dataset = grain.MapDataset.source(_Endless(recordings, frames, rows, seed))
   start = shard_index * batch_size
-  batches = batches.map(common.Rows(start, start + batch_size))
-  return images.Batches(batches, workers=0)
+  dataset = dataset.map(common.Rows(start, start + batch_size))
+  return batches.Batches(dataset, workers=0)
 
 
 def eval_batches(
@@ -338,9 +338,9 @@ def eval_batches(
   """
   order_N = np.argsort(recordings.bucket_N, kind='stable')
   rows = batch_size * shard_count
-  index = images.eval_indices(len(recordings), rows, num_batches, 0, 1)
+  index = batches.eval_indices(len(recordings), rows, num_batches, 0, 1)
   shard = common.Rows(shard_index * batch_size, (shard_index + 1) * batch_size)
   for numbers in index.reshape(-1, rows):
-    real = numbers != images.PADDING
-    indices = np.where(real, order_N[numbers], images.PADDING)
+    real = numbers != batches.PADDING
+    indices = np.where(real, order_N[numbers], batches.PADDING)
     yield shard.map(recordings.rows(indices, frames))

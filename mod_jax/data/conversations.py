@@ -164,8 +164,7 @@ class ConversationDataConfig:
 
 @functools.lru_cache(maxsize=4)
 def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
-  """Returns a split: a length, `load(i)` for a `Conversation`, `fingerprint()`.
-  """
+  """Returns a split: a length, `load(i)`, a conversation, `fingerprint()`."""
   if config.source == 'scenes':
     return SceneQuestions(
       config.scenes, config.image_size, split, config.topics
@@ -175,11 +174,7 @@ def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
 
 def fingerprint(config: ConversationDataConfig) -> dict[str, Any]:
   """Returns a fingerprint of the data."""
-  return {
-    'source': config.source,
-    'train': open_split(config, 'train').fingerprint(),
-    'held_out': open_split(config, 'eval').fingerprint(),
-  }
+  return fingerprints.of_splits(config, functools.partial(open_split, config))
 
 
 def _at_an_end(axis: int, sign: int):

@@ -12,7 +12,8 @@ from PIL import Image
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax.data import augment as augment_lib
-from mod_jax.data import common
+from mod_jax.data import batches, common
+from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data import images as images_lib
 from mod_jax.data.coco import Coco, Objects, box_between
 from mod_jax.data.scenes import SceneConfig, Scenes
@@ -23,7 +24,6 @@ from mod_jax.data.scenes import SceneConfig, Scenes
 _CROP_SHORT_SIDES = (400, 500, 600)
 _CROP_SIDES = (384, 600)
 
-Batch = dict[str, np.ndarray]
 _Side = config_lib.Pixels
 
 
@@ -190,20 +190,15 @@ def num_examples(
 
 def fingerprint(config: DetectionDataConfig) -> dict[str, Any]:
   """Returns a fingerprint of the data."""
-  return {
-    'source': config.source,
-    'train': open_split(config, 'train').fingerprint(),
-    'held_out': open_split(config, 'eval').fingerprint(),
-  }
+  return fingerprints.of_splits(config, functools.partial(open_split, config))
 
 
 def train_iterator(
   config: DetectionDataConfig,
   *,
   batch_size: int,
-  seed: int,
-  shard_index: int = 0,
   shard_count: int = 1,
+  **kwargs,
 ) -> grain.DatasetIterator:
   """Returns an endless iterator; as `data.images.train_iterator`."""
   source = open_split(config, 'train')
@@ -213,35 +208,27 @@ def train_iterator(
       f'there are {len(source)} pictures to train on, fewer than the {rows} of'
       ' one batch: add some or lower the batch size'
     )
-  dataset = grain.MapDataset.source(range(len(source))).seed(seed)
-  dataset = dataset.shuffle().repeat()
-  dataset = dataset.random_map(functools.partial(_train_row, config, source))
-  dataset = images_lib.GlobalRows(
-    dataset, rows, shard_index * batch_size, batch_size
+  make_row = functools.partial(_train_row, config, source)
+  return batches.endless(
+    *(make_row, len(source), config.workers),
+    batch_size=batch_size,
+    shard_count=shard_count,
+    **kwargs,
   )
-  dataset = dataset.batch(batch_size, drop_remainder=True)
-  return images_lib.Batches(dataset, config.workers)
 
 
 def eval_batches(
-  config: DetectionDataConfig,
-  *,
-  batch_size: int,
-  num_batches: int | None = None,
-  shard_index: int = 0,
-  shard_count: int = 1,
-) -> Iterator[Batch]:
-  """Returns held-out batches; as `data.images.eval_batches`."""
+  config: DetectionDataConfig, **kwargs
+) -> Iterator[batches.Batch]:
+  """Returns held-out batches; keywords are those of `batches.held_out`."""
   source = open_split(config, 'eval')
-  index = images_lib.eval_indices(
-    len(source), batch_size, num_batches, shard_index, shard_count
-  )
-  dataset = grain.MapDataset.source(index)
-  dataset = dataset.map(functools.partial(_eval_row, config, source))
-  return images_lib.finite_batches(dataset.batch(batch_size), config.workers)
+  make_row = functools.partial(_eval_row, config, source)
+  return batches.held_out(make_row, len(source), config.workers, **kwargs)
 
 
-def _train_row(config, source, index, rng: np.random.Generator) -> Batch:
+def _train_row(
+  config, source, index, rng: np.random.Generator
+) -> batches.Batch:
   image, objects = source.load(int(index))
   short_side = None
   if config.train_short_sides is not None:
@@ -281,13 +268,13 @@ def _cropped(
   )
 
 
-def _eval_row(config, source, index: np.integer) -> Batch:
-  real = index != images_lib.PADDING
+def _eval_row(config, source, index: np.integer) -> batches.Batch:
+  real = index != batches.PADDING
   image, objects = source.load(int(index) if real else 0)
   return _row(config, image, objects) | {'weight': np.float32(real)}
 
 
-def _row(config, image, objects: Objects, short_side=None) -> Batch:
+def _row(config, image, objects: Objects, short_side=None) -> batches.Batch:
   preprocess = config.preprocess
   array, size = preprocess.pad(preprocess.fit(image, short_side))
   label_T = np.full(config.most, -1, np.int32)

@@ -13,15 +13,12 @@ Decoding and augmentation run inside Grain, in threads or worker processes.
 """
 
 from collections.abc import Iterable, Iterator
-import contextlib
 import dataclasses
 import functools
 import os
-import signal
 import sys
 from typing import Annotated, Any, Literal
 
-from absl import flags
 import grain
 import numpy as np
 from PIL import Image
@@ -30,6 +27,7 @@ from mod_jax import config as config_lib
 from mod_jax import errors, paths
 from mod_jax.data import augment as augment_lib
 from mod_jax.data import (
+  batches,
   common,
   digits,
   image_cache,
@@ -37,15 +35,9 @@ from mod_jax.data import (
   label_table,
   tfds_images,
 )
+from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data.scenes import SceneConfig, Scenes
 
-Batch = dict[str, np.ndarray]
-
-# Threads and prefetched batches without worker processes. Pillow releases the
-# GIL while it decodes.
-_THREADS = 4
-# Batches that each worker process keeps ready.
-_WORKER_BUFFER = 2
 # Mean and standard deviation of channels whose values lie in [0, 1].
 _Mean = Annotated[float, config_lib.Range(ge=-1e3, le=1e3)]
 _Std = Annotated[float, config_lib.Range(ge=1e-6, le=1e3)]
@@ -301,11 +293,7 @@ def class_weights(config: ImageDataConfig) -> np.ndarray | None:
 
 def fingerprint(config: ImageDataConfig) -> dict[str, Any]:
   """Returns a fingerprint of the data."""
-  return {
-    'source': config.source,
-    'train': _open(config, 'train').fingerprint(),
-    'held_out': _open(config, 'eval').fingerprint(),
-  }
+  return fingerprints.of_splits(config, functools.partial(_open, config))
 
 
 def train_iterator(
@@ -359,7 +347,7 @@ def train_iterator(
   # also reads the last image of the preceding shard.
   extra = int(bool(mixes) and shard_count > 1)
   start = shard_index * batch_size
-  dataset = GlobalRows(dataset, rows, start - extra, batch_size + extra)
+  dataset = batches.GlobalRows(dataset, rows, start - extra, batch_size + extra)
   dataset = dataset.batch(batch_size + extra, drop_remainder=True)
   if mixes:
     # Another seed, so that the random numbers differ from the augmentation's.
@@ -370,56 +358,14 @@ def train_iterator(
     )
   if extra:
     dataset = dataset.map(common.Rows(extra))
-  return Batches(dataset, config.workers)
+  return batches.Batches(dataset, config.workers)
 
 
-def eval_batches(
-  config: ImageDataConfig,
-  *,
-  batch_size: int,
-  num_batches: int | None = None,
-  shard_index: int = 0,
-  shard_count: int = 1,
-) -> Iterator[Batch]:
-  """Returns this shard's held-out batches, always the same in the same order.
-
-  All shards get the same number of batches; the last is padded with rows of
-  weight 0. Every held-out image counts exactly once over all batches of all
-  shards, or `num_batches` limits them, spread evenly over the held-out data.
-  """
+def eval_batches(config: ImageDataConfig, **kwargs) -> Iterator[batches.Batch]:
+  """Returns held-out batches; keywords are those of `batches.held_out`."""
   pictures = _Pictures(config, 'eval')
-  indices = eval_indices(
-    len(pictures), batch_size, num_batches, shard_index, shard_count
-  )
-  dataset = grain.MapDataset.source(indices)
-  dataset = dataset.map(functools.partial(_eval_row, config, pictures))
-  batches = len(indices) // batch_size
-  workers = min(config.workers, batches)
-  return finite_batches(dataset.batch(batch_size), workers)
-
-
-def eval_indices(
-  length: int,
-  batch_size: int,
-  num_batches: int | None,
-  shard_index: int,
-  shard_count: int,
-) -> np.ndarray:
-  """Returns the pictures of this shard's held-out batches, one after another.
-
-  `PADDING` fills the last batch; see `eval_batches`.
-  """
-  rows = batch_size * shard_count
-  count = length
-  if num_batches is not None:
-    count = min(count, num_batches * rows)
-  batches = -(-count // rows)
-  indices = np.full(batches * rows, PADDING)
-  indices[:count] = np.arange(count) * length // count
-  # All shards need the same number of batches: the other hosts would wait
-  # forever for one that has fewer.
-  indices = indices.reshape(batches, shard_count, batch_size)
-  return indices[:, shard_index].ravel()
+  make_row = functools.partial(_eval_row, config, pictures)
+  return batches.held_out(make_row, len(pictures), config.workers, **kwargs)
 
 
 def denormalize(config, image: Any) -> np.ndarray:
@@ -430,9 +376,6 @@ def denormalize(config, image: Any) -> np.ndarray:
   scaled = np.asarray(image, np.float32) * np.float32(config.std)
   scaled = 255 * (scaled + np.float32(config.mean))
   return np.clip(np.round(scaled), 0, 255).astype(np.uint8)
-
-
-PADDING = -1  # The index of rows that only fill a batch.
 
 
 def _open(config: ImageDataConfig, split: Literal['train', 'eval']):
@@ -540,7 +483,7 @@ def _train_row(
 def _eval_row(
   config: ImageDataConfig, pictures: _Pictures, index: np.integer
 ) -> dict[str, np.ndarray]:
-  loaded = None if index == PADDING else pictures.load(int(index))
+  loaded = None if index == batches.PADDING else pictures.load(int(index))
   array = np.zeros((config.image_size, config.image_size, 3), np.float32)
   label = 0
   if config.multi_label:
@@ -595,118 +538,3 @@ class _Balanced(grain.MapDataset):
       return self.slice(index)
     pictures = self._members[self._order[index]]
     return self._parent[int(pictures[index // len(self._members)])]
-
-
-class GlobalRows(grain.MapDataset):
-  """Selects the same `count` rows of every global batch of an endless parent.
-
-  A global batch has `batch` rows; a `start` of -1 is the last of them.
-  """
-
-  def __init__(
-    self, parent: grain.MapDataset, batch: int, start: int, count: int
-  ):
-    super().__init__(parent)
-    self._batch, self._start, self._count = batch, start, count
-
-  def __len__(self) -> int:
-    return len(self._parent) // self._batch * self._count
-
-  def __getitem__(self, index):
-    if isinstance(index, slice):
-      return self.slice(index)
-    batch, row = divmod(index, self._count)
-    row = (self._start + row) % self._batch
-    return self._parent[batch * self._batch + row]
-
-
-def _start(dataset: grain.MapDataset, workers: int) -> grain.DatasetIterator:
-  """Returns an iterator that reads ahead, in threads or processes."""
-  if not workers:
-    options = grain.ReadOptions(
-      num_threads=_THREADS, prefetch_buffer_size=_THREADS
-    )
-    return iter(dataset.to_iter_dataset(options))
-  if not flags.FLAGS.is_parsed():
-    # Grain reads absl flags, which are unparsed in programs without `absl.app`.
-    flags.FLAGS.mark_as_parsed()
-  # A worker process makes one batch at a time, in a single thread.
-  iterable = dataset.to_iter_dataset(
-    grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-  )
-  options = grain.MultiprocessingOptions(
-    num_workers=workers, per_worker_buffer_size=_WORKER_BUFFER
-  )
-  return iter(iterable.mp_prefetch(options, _outlive_signals))
-
-
-def _outlive_signals(worker: int, workers: int) -> None:
-  """Makes a worker process ignore signals to stop.
-
-  Ctrl-C, a closed terminal, and schedulers signal all processes of a run at
-  once, but the main process needs batches until all hosts have agreed to stop.
-  Grain stops its workers by an event, not by a signal.
-  """
-  del worker, workers
-  for name in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1'):
-    signal.signal(getattr(signal, name), signal.SIG_IGN)
-
-
-def finite_batches(dataset: grain.MapDataset, workers: int) -> Iterator[Batch]:
-  """Yields the batches of a finite data set."""
-  with contextlib.closing(_start(dataset, workers)) as iterator, _reading():
-    yield from iterator
-
-
-@contextlib.contextmanager
-def _reading() -> Iterator[None]:
-  """Turns Grain's error about a killed worker process into a UserError."""
-  try:
-    yield
-  except RuntimeError as e:
-    if 'was terminated unexpectedly' not in str(e):
-      raise
-    raise errors.UserError(
-      'a process that reads pictures was killed, as the system does where '
-      'memory is short: give fewer data.workers, or more memory; the same '
-      'command continues'
-    ) from e
-
-
-class Batches(grain.DatasetIterator):
-  """Iterates over batches; the state is only the index of the next batch.
-
-  The state of Grain's own iterator has a part for each worker process, so a run
-  could not resume with another number of workers. Here each batch depends only
-  on its index, so resuming means starting from that index.
-  """
-
-  def __init__(self, dataset: grain.MapDataset, workers: int):
-    super().__init__()
-    self._dataset = dataset
-    self._workers = workers
-    self._next_batch = 0
-    # Started on the first `next`, so that restoring a state does not start the
-    # workers twice.
-    self._iterator = None
-
-  def __next__(self) -> Batch:
-    if self._iterator is None:
-      self._iterator = _start(self._dataset[self._next_batch :], self._workers)
-    with _reading():
-      batch = next(self._iterator)
-    self._next_batch += 1
-    return batch
-
-  def get_state(self) -> dict[str, Any]:
-    return {'next_batch': self._next_batch}
-
-  def set_state(self, state: dict[str, Any]):
-    self.close()
-    self._next_batch = int(state['next_batch'])
-
-  def close(self):
-    """Ends the threads or processes; the next batch starts them again."""
-    if self._iterator is not None:
-      self._iterator.close()
-      self._iterator = None

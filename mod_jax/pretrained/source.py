@@ -548,7 +548,7 @@ class _Detector(_Published):
   @property
   def classes(self):
     """The names by number; '' where the folder tells none."""
-    told = paths.read_object(self.path / 'config.json').get('id2label')
+    told = files.config_json(self.path).get('id2label')
     told = told if isinstance(told, dict) else {}
     count = self.config.num_classes
     return tuple(str(told.get(str(i), '')) for i in range(count))

@@ -31,24 +31,16 @@ from mod_jax.data import augment, image_folder, tokenizers
 from mod_jax.errors import UserError
 from mod_jax.serving import chat, grammar
 
-# CPU seconds that a job may take. Prompts are limited by the size of a request;
-# `decode_after` gets only a few tokens at a time.
-_SECONDS = {
-  'encode': 2.0,
-  'encode_chat': 2.0,
-  'encode_parts': 2.0,
-  'fit_picture': 2.0,
-  'check_schema': 2.0,
-  'decode_after': 0.25,
-}
-# What the jobs do, in the sentence about their limits.
+# CPU seconds that a job may take, and what it does, in the sentence about its
+# limits. Prompts are limited by the size of a request; `decode_after` gets only
+# a few tokens at a time.
 _JOBS = {
-  'encode': "the model's tokenizer on this text",
-  'encode_chat': "the model's chat template or tokenizer on this chat",
-  'encode_parts': "the model's tokenizer on this chat",
-  'fit_picture': 'decoding this picture',
-  'check_schema': 'compiling this JSON schema',
-  'decode_after': "the model's tokenizer on these tokens",
+  'encode': (2.0, "the model's tokenizer on this text"),
+  'encode_chat': (2.0, "the model's chat template or tokenizer on this chat"),
+  'encode_parts': (2.0, "the model's tokenizer on this chat"),
+  'fit_picture': (2.0, 'decoding this picture'),
+  'check_schema': (2.0, 'compiling this JSON schema'),
+  'decode_after': (0.25, "the model's tokenizer on these tokens"),
 }
 _WALL = 10  # Times as many seconds may pass.
 _MEMORY = 2**30  # Bytes that a fork may allocate beyond its initial size.
@@ -144,8 +136,9 @@ def _ask(stream, name, args):
     stream.flush()
     reply = stream.readline()
   if not reply:
+    seconds, what = _JOBS[name]
     raise UserError(
-      f'{_JOBS[name]} took more than {_SECONDS[name]} seconds of computing, or'
+      f'{what} took more than {seconds} seconds of computing, or'
       f' {_MEMORY >> 20} MiB: give another one, or take another model if this'
       ' happens with any.'
     )
@@ -235,16 +228,17 @@ class _Handler(socketserver.StreamRequestHandler):
 
   def _done(self, name, args):
     result = refusal = None
+    seconds, what = _JOBS[name]
     # When the time of computing is up, SIGPROF kills the process; SIGALRM does
     # if it waits for something, or the machine is too busy.
-    signal.setitimer(signal.ITIMER_PROF, _SECONDS[name])
-    signal.setitimer(signal.ITIMER_REAL, _WALL * _SECONDS[name])
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, _WALL * seconds)
     try:
       result = getattr(self.server.texts, name)(*args)
     except UserError as error:
       refusal = f'{error!s:.500}'
     except BaseException as error:  # Rust's PanicException is no Exception.
-      refusal = f'{_JOBS[name]} failed: {error!r:.500}'
+      refusal = f'{what} failed: {error!r:.500}'
     reply = json.dumps([result, refusal]).encode() + b'\n'
     signal.setitimer(signal.ITIMER_PROF, 0)
     signal.setitimer(signal.ITIMER_REAL, 0)

@@ -154,23 +154,13 @@ class Adaptive(Plain):
     )
     share_B = acm_losses.learners_per_image(chosen, self.learners, valid)
     metric_sums['load'] = weighted_sum(load_B, weight_B)
-    for name, weight, term in (
-      (
-        'budget',
-        objective.budget_weight,
-        acm_losses.budget_loss(load_B, objective.budget, weight_B),
-      ),
-      (
-        'entropy',
-        objective.entropy_weight,
-        acm_losses.entropy_loss(chosen, valid),
-      ),
-      (
-        'diversity',
-        objective.diversity_weight,
-        acm_losses.diversity_loss(share_B, weight_B),
-      ),
-    ):
+    terms = {
+      'budget': acm_losses.budget_loss(load_B, objective.budget, weight_B),
+      'entropy': acm_losses.entropy_loss(chosen, valid),
+      'diversity': acm_losses.diversity_loss(share_B, weight_B),
+    }
+    for name, term in terms.items():
+      weight = getattr(objective, f'{name}_weight')
       pairs.append((weight * term * count, count))
       metric_sums[name] = (term * count, count)
     return pairs, (metric_sums, model_state)

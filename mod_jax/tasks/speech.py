@@ -12,6 +12,7 @@ import numpy as np
 from mod_jax import errors, flops, losses, trees, viz
 from mod_jax.convert import wav2vec2 as convert
 from mod_jax.data import audio, audio_files, characters
+from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data.characters import Characters
 from mod_jax.layers import lora
 from mod_jax.layers import stack as stack_lib
@@ -113,11 +114,7 @@ class Speech(Modality):
     return audio.eval_batches(self._recordings('eval'), self._frames, **kwargs)
 
   def data_fingerprint(self):
-    return {
-      'source': self.config.data.source,
-      'train': self._recordings('train').fingerprint(),
-      'held_out': self._recordings('eval').fingerprint(),
-    }
+    return fingerprints.of_splits(self.config.data, self._recordings)
 
   @property
   def tokens_per_step(self):

@@ -4,15 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 import functools
 import itertools
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import errors, flops, trees, viz
+from mod_jax.data import batches, tokenizers
 from mod_jax.data import conversations as data_lib
 from mod_jax.data import images as images_lib
-from mod_jax.data import tokenizers
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.token_info import IMAGE, KINDS
 from mod_jax.losses import sums
@@ -153,7 +152,8 @@ class VisionLanguage(Modality):
       'topic': np.int32(conversation.topic),
     }
 
-  def _train_row(self, source, index) -> dict:
+  def _train_row(self, source, index, rng) -> dict:
+    del rng  # Nothing is drawn.
     conversation = source.load(int(index))
     row = self._row(conversation)
     return self._marked(row, conversation) if self.config.data.marks else row
@@ -183,7 +183,7 @@ class VisionLanguage(Modality):
     return row
 
   def _eval_row(self, source, index) -> dict:
-    real = index != images_lib.PADDING
+    real = index != batches.PADDING
     conversation = source.load(int(index) if real else 0)
     row = self._row(conversation)
     if self.config.data.source == 'scenes' and self._has_grid:
@@ -202,26 +202,20 @@ class VisionLanguage(Modality):
         f'there are {len(source)} conversations to train on, fewer than the'
         f' {rows} of one batch: add some or lower the batch size.'
       )
-    dataset = grain.MapDataset.source(range(len(source)))
-    dataset = dataset.seed(self.config.seed).shuffle().repeat()
-    dataset = dataset.map(functools.partial(self._train_row, source))
-    count = rows // shard_count
-    dataset = images_lib.GlobalRows(dataset, rows, shard_index * count, count)
-    dataset = dataset.batch(count, drop_remainder=True)
-    return images_lib.Batches(dataset, self.config.data.workers)
+    return batches.endless(
+      functools.partial(self._train_row, source),
+      *(len(source), self.config.data.workers),
+      batch_size=rows // shard_count,
+      seed=self.config.seed,
+      shard_index=shard_index,
+      shard_count=shard_count,
+    )
 
-  def eval_batches(
-    self, *, batch_size, num_batches=None, shard_index=0, shard_count=1
-  ):
+  def eval_batches(self, **kwargs):
     source = data_lib.open_split(self.config.data, 'eval')
-    index = images_lib.eval_indices(
-      len(source), batch_size, num_batches, shard_index, shard_count
-    )
-    dataset = grain.MapDataset.source(index)
-    dataset = dataset.map(functools.partial(self._eval_row, source))
-    return images_lib.finite_batches(
-      dataset.batch(batch_size), self.config.data.workers
-    )
+    make_row = functools.partial(self._eval_row, source)
+    workers = self.config.data.workers
+    return batches.held_out(make_row, len(source), workers, **kwargs)
 
   def rows_per_epoch(self):
     return len(data_lib.open_split(self.config.data, 'train'))
