@@ -88,6 +88,7 @@ Pixels = Annotated[int, Range(ge=1, le=2**14)]  # Along a side.
 Seed = Annotated[int, Range(ge=0, le=2**31 - 1)]
 Workers = Annotated[int, Range(ge=0, le=1024)]  # Threads or processes.
 Positive = Annotated[float, Range(gt=0)]
+Positives = tuple[Positive, Positive, Positive]  # Of three channels.
 Factor = Annotated[float, Range(gt=0, le=1000)]  # On activations.
 Weight = Annotated[float, Range(ge=0, le=10**6)]  # Of a loss.
 Fraction = Annotated[float, Range(gt=0, le=1)]  # A part, not empty.

@@ -130,11 +130,7 @@ class ConversationDataConfig:
   resize: augment_lib.Resize = 'shorter_side'
   resample: Literal['nearest', 'bilinear', 'bicubic', 'lanczos'] = 'bicubic'
   mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-  std: tuple[config_lib.Positive, config_lib.Positive, config_lib.Positive] = (
-    0.5,
-    0.5,
-    0.5,
-  )
+  std: config_lib.Positives = (0.5, 0.5, 0.5)
   pictures: config_lib.Size = 1
   length: config_lib.Size = 64
   tokenizer: Literal['bytes', 'sentencepiece', 'huggingface'] = 'bytes'

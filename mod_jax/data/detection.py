@@ -117,11 +117,7 @@ class DetectionDataConfig:
   crop: config_lib.Probability = 0.0
   most: Annotated[int, config_lib.Range(ge=1, le=1000)] = 10
   mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-  std: tuple[config_lib.Positive, config_lib.Positive, config_lib.Positive] = (
-    0.5,
-    0.5,
-    0.5,
-  )
+  std: config_lib.Positives = (0.5, 0.5, 0.5)
   workers: config_lib.Workers = 0
 
   def __post_init__(self):

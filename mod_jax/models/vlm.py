@@ -20,7 +20,6 @@ from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.layers.stack import StackConfig
 from mod_jax.layers.token_info import IMAGE, KINDS
 from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig, LMOutput
@@ -66,6 +65,11 @@ def gamma_layers(num_layers: int) -> tuple[int, ...]:
   (`--study=arank`) and does not use them.
   """
   return tuple(range(3, num_layers - 1))
+
+
+def _of_language(name: str) -> property:
+  """Returns a property that is the language model's."""
+  return property(lambda config: getattr(config.language, name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,52 +128,20 @@ class VLMConfig(StackedConfig):
     return left // self.pooling**2
 
   @property
-  def stack(self) -> StackConfig:
-    return self.language.stack
-
-  @property
-  def routing(self):
-    return self.language.routing
-
-  @property
-  def experts(self):
-    return self.language.experts
-
-  @property
-  def adaptive(self):
-    return self.language.adaptive
-
-  @property
-  def lora(self):
-    return self.language.lora
-
-  @property
   def image_size(self) -> int:
     return self.tower.image_size
 
-  @property
-  def vocab_size(self) -> int:
-    return self.language.vocab_size
-
-  @property
-  def num_layers(self) -> int:
-    return self.language.num_layers
-
-  @property
-  def rules(self) -> tuple[str, ...]:
-    return self.language.rules
-
-  @property
-  def decoding_mode(self) -> RoutingMode:
-    return self.language.decoding_mode
-
-  @property
-  def cannot_sample(self) -> str:
-    return self.language.cannot_sample
-
-  def routing_mode(self, rule: str, **kwargs) -> RoutingMode:
-    """Returns a `RoutingMode` with the named rule; keywords are its fields."""
-    return self.language.routing_mode(rule, **kwargs)
+  stack = _of_language('stack')
+  routing = _of_language('routing')
+  experts = _of_language('experts')
+  adaptive = _of_language('adaptive')
+  lora = _of_language('lora')
+  vocab_size = _of_language('vocab_size')
+  num_layers = _of_language('num_layers')
+  rules = _of_language('rules')
+  decoding_mode = _of_language('decoding_mode')
+  cannot_sample = _of_language('cannot_sample')
+  routing_mode = _of_language('routing_mode')
 
   def with_parts(self, **parts) -> 'VLMConfig':
     """Returns the model with parts of its language model replaced, or None."""

@@ -258,7 +258,10 @@ def _names(run) -> list[str]:
 def _language(run, folder):
   params = run.variables['params']
   _tokenizer(run, folder)
-  texts = {'like': _origin(run), 'tokenizer': run.tokenizer}
+  # The directory that the model is from, if it is still there.
+  there = run.origin is not None and os.path.isdir(run.origin)
+  like = run.origin if there else None
+  texts = {'like': like, 'tokenizer': run.tokenizer}
   if isinstance(run.config, LMConfig):
     length = run.experiment.data.length
     convert_lm.save(folder, params, run.config, length=length, **texts)
@@ -266,11 +269,6 @@ def _language(run, folder):
     _processor(run.preprocess, folder, 'CLIPImageProcessor')
     convert_llava.save(folder, params, run.config, **texts)
   return _routers(params, folder)
-
-
-def _origin(run) -> str | None:
-  """Returns the directory that the model is from, if it is still there."""
-  return run.origin if run.origin and os.path.isdir(run.origin) else None
 
 
 def _routers(params, folder) -> set[str]:
@@ -332,22 +330,22 @@ def _huggingface(run, folder):
 def _processor(preprocess, folder, kind: str) -> None:
   side = round(preprocess.image_size / preprocess.crop_fraction)
   squashes = preprocess.resize == 'squash'
-  files.write_json(
-    folder / 'preprocessor_config.json',
-    {
-      'image_processor_type': kind,
-      'do_resize': preprocess.resize != 'none',
-      'size': _square(side) if squashes else {'shortest_edge': side},
-      'resample': int(preprocess.resample),
-      'do_center_crop': not squashes or side != preprocess.image_size,
-      'crop_size': _square(preprocess.image_size),
-      'do_rescale': True,
-      'rescale_factor': 1 / 255,
-      'do_normalize': True,
-      'image_mean': list(preprocess.mean),
-      'image_std': list(preprocess.std),
-    },
+  _write_processor(
+    *(preprocess, folder, kind),
+    do_resize=preprocess.resize != 'none',
+    size=_square(side) if squashes else {'shortest_edge': side},
+    resample=int(preprocess.resample),
+    do_center_crop=not squashes or side != preprocess.image_size,
+    crop_size=_square(preprocess.image_size),
   )
+
+
+def _write_processor(preprocess, folder, kind: str, **fields) -> None:
+  fields = {'image_processor_type': kind} | fields
+  fields |= {'do_rescale': True, 'rescale_factor': 1 / 255}
+  fields |= {'do_normalize': True, 'image_mean': list(preprocess.mean)}
+  fields |= {'image_std': list(preprocess.std)}
+  files.write_json(folder / 'preprocessor_config.json', fields)
 
 
 def _detector(run, folder):
@@ -367,16 +365,12 @@ def _detector(run, folder):
       'shortest_edge': preprocess.short_side,
       'longest_edge': max(height, width),
     }
-  files.write_json(
-    folder / 'preprocessor_config.json',
-    {
-      'image_processor_type': 'DetrImageProcessor',
-      **{'do_resize': True, 'size': size, 'do_rescale': True, 'do_pad': True},
-      **{'resample': int(Image.Resampling.BILINEAR)},
-      **{'rescale_factor': 1 / 255, 'do_normalize': True},
-      'image_mean': list(preprocess.mean),
-      'image_std': list(preprocess.std),
-    },
+  _write_processor(
+    *(preprocess, folder, 'DetrImageProcessor'),
+    do_resize=True,
+    size=size,
+    do_pad=True,
+    resample=int(Image.Resampling.BILINEAR),
   )
   return set()
 

@@ -549,7 +549,8 @@ def load(
     inputs = matrices.get('/'.join(names[1:]))
     if inputs is not None:
       return Quantized.of(array, inputs)
-    if dtype not in (None, INT8) and _is_cast(names):
+    casts = optimizer.is_matrix(names) and 'predictor' not in names
+    if dtype not in (None, INT8) and casts:
       array = array.astype(dtype)
     return array
 
@@ -569,11 +570,6 @@ def require_floats(run: Run) -> None:
     ' without it',
     dtype=INT8,
   )
-
-
-def _is_cast(names) -> bool:
-  """Whether `load` casts a parameter, by the names along its path."""
-  return optimizer.is_matrix(names) and 'predictor' not in names
 
 
 def _computing_in(config, dtype: str):

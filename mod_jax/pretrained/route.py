@@ -17,7 +17,7 @@ from mod_jax.layers.routing_config import (
   MoDConfig,
   VisionRoutingConfig,
 )
-from mod_jax.models import acm, lm, vlm
+from mod_jax.models import acm, lm, protocol, vlm
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
@@ -90,11 +90,11 @@ def route(
     'dynamic': _dynamic,
     'tome': _tome,
     'evit': _evit,
-    'acm': _acm,
-    'pmod': functools.partial(_of_kinds, vlm.P_MOD),
+    'acm': None,  # Has a way of its own.
+    'pmod': functools.partial(_routed, vlm.P_MOD),
     'gamma': _gamma,
   }
-  make = config_lib.choose(method, methods, 'method')
+  config_lib.choose(method, methods, 'method')
   if isinstance(run.config, VLMConfig) != (method in ('pmod', 'gamma')):
     raise UserError(
       f"method={method!r}: 'pmod' and 'gamma' are for models that read pictures"
@@ -119,7 +119,14 @@ def route(
       **fields,
     }
   key = jax.random.key(0) if key is None else key
-  config, variables = make(run.config, dict(run.variables), key, fields)
+  if method == 'acm':
+    config, params, _ = acm.acmize(
+      run.config, run.variables['params'], key=key, **fields
+    )
+    variables = dict(run.variables) | {'params': params}
+  else:
+    config = methods[method](run.config, fields)
+    variables = _completed(config, run.config, dict(run.variables), key)
   changed = {'config': config, 'variables': variables}
   if run.experiment is not None:
     experiment = dataclasses.replace(
@@ -132,62 +139,49 @@ def route(
   return dataclasses.replace(run, **changed)
 
 
-def _amod(config, variables, key, fields):
-  del key
-  fields = {'score': 'attention', **fields}
-  routing = config_lib.replace(VisionRoutingConfig(), fields)
-  return dataclasses.replace(config, routing=routing), variables
+def _amod(config, fields):
+  return _routed(VisionRoutingConfig(score='attention'), config, fields)
 
 
-def _mod(config, variables, key, fields):
-  routing, fields = MoDConfig(), {**LIKE_DENSE, **fields}
-  if not isinstance(config, LMConfig):
-    routing, fields = VisionRoutingConfig(), {'score': 'learned', **fields}
-  routing = config_lib.replace(routing, fields)
-  model = dataclasses.replace(config, routing=routing)
-  return model, _completed(model, config, variables, key)
+def _mod(config, fields):
+  fields = {**LIKE_DENSE, **fields}
+  if isinstance(config, LMConfig):
+    return _routed(MoDConfig(), config, fields)
+  return _routed(VisionRoutingConfig(score='learned'), config, fields)
 
 
-def _gamma(config, variables, key, fields):
+def _gamma(config, fields):
   fields = {'layers': vlm.gamma_layers(config.num_layers), **fields}
-  return _of_kinds(vlm.GAMMA_MOD, config, variables, key, fields)
+  return _routed(vlm.GAMMA_MOD, config, fields)
 
 
-def _of_kinds(routing, config, variables, key, fields):
-  model = config.with_parts(routing=config_lib.replace(routing, fields))
-  return model, _completed(model, config, variables, key)
+def _routed(routing, config, fields):
+  return config.with_parts(routing=config_lib.replace(routing, fields))
 
 
-def _dynamic(config, variables, key, fields):
+def _dynamic(config, fields):
   # The default stages do not fit backbones of few blocks.
   stages = fields.pop('stages', None) or equal_stages(config.num_layers)
-  model = config_lib.replace(
-    DynamicViTConfig(backbone=config, stages=stages), fields
-  )
-  return model, _completed(model, config, variables, key)
+  model = DynamicViTConfig(backbone=config, stages=stages)
+  return config_lib.replace(model, fields)
 
 
-def _tome(config, variables, key, fields):
-  del key
+def _tome(config, fields):
   reduction = config_lib.replace(ToMe(), fields)
-  return dataclasses.replace(config, reduction=reduction), variables
+  return dataclasses.replace(config, reduction=reduction)
 
 
-def _evit(config, variables, key, fields):
-  del key
+def _evit(config, fields):
   # The default stages do not fit models of few blocks.
   stages = fields.pop('stages', None) or equal_stages(config.num_layers)
   reduction = config_lib.replace(EViT(stages=stages), fields)
-  return dataclasses.replace(config, reduction=reduction), variables
-
-
-def _acm(config, variables, key, fields):
-  model, params, _ = acm.acmize(config, variables['params'], key=key, **fields)
-  return model, variables | {'params': params}
+  return dataclasses.replace(config, reduction=reduction)
 
 
 def _completed(config, of, source, key):
   """Returns a model's variables: the dense ones, and new ones for the rest."""
+  if protocol.shapes(config) == protocol.shapes(of):
+    return source
   keys = dict(zip(('params', 'routing'), jax.random.split(key), strict=True))
   fresh = dict(nn.unbox(jax.jit(config.build().init)(keys, config.example())))
   modality, merge = Images, trees.merge

@@ -146,10 +146,6 @@ class _Request(_Fields):
   store: Any = None
 
   @property
-  def usage_wanted(self) -> bool:
-    return bool(self.stream_options and self.stream_options.include_usage)
-
-  @property
   def choices(self) -> int:
     """How many continuations of each prompt are wanted."""
     return 1 if self.n is None else self.n

@@ -483,7 +483,8 @@ class _Answer:
       # The HTTP status has been sent already, so the error becomes an event.
       yield encode_event(**_error(error))
       return
-    if self._asked.usage_wanted:
+    options = self._asked.stream_options
+    if options and options.include_usage:
       yield encode_event(**self._head, choices=[], usage=self._usage())
     yield 'data: [DONE]\n\n'
 
