@@ -55,6 +55,7 @@ class DynamicViTConfig:
   lora = _of_backbone('lora')
   stack = _of_backbone('stack')
   capacities = _of_backbone('capacities')
+  routed_blocks = _of_backbone('routed_blocks')
   num_classes = _of_backbone('num_classes')
   image_size = _of_backbone('image_size')
   num_tokens = _of_backbone('num_tokens')

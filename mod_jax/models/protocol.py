@@ -90,8 +90,13 @@ class StackedConfig:
     return self.stack.capacities
 
   @property
+  def routed_blocks(self) -> list[int]:
+    """Numbers of the routed blocks."""
+    return [i for i, c in enumerate(self.capacities) if c is not None]
+
+  @property
   def num_routed(self) -> int:
-    return sum(capacity is not None for capacity in self.capacities)
+    return len(self.routed_blocks)
 
   def tokens_per_block(self, *length: int) -> tuple[int, ...]:
     """Returns how many of a sequence's tokens each block processes."""

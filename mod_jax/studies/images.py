@@ -90,7 +90,7 @@ def importance(task, params, model_state) -> Study:
   """
   model = task.config.model
   batch = task.modality.examples(_IMAGES)
-  layers = [i for i, c in enumerate(model.capacities) if c is not None]
+  layers = model.routed_blocks
   key = jax.random.key(task.config.seed)
   target_BV = jax.nn.one_hot(batch['label'], model.num_classes)
 

@@ -93,7 +93,7 @@ def arank(task, params, model_state) -> Study:
     counts_NR2.append(counts_R2)
   tokens_R, rank_R = np.mean(counts_NR2, axis=0).T
   share_R = rank_R / np.maximum(tokens_R - 1, 1)
-  routed = [i for i, c in enumerate(config.capacities) if c is not None]
+  routed = config.routed_blocks
   suggested = _lowest(share_R, len(routed))
   lines = [f'{"block":>9}{"tokens":>9}{"rank":>9}{"share":>9}']
   for i, (tokens, rank, share) in enumerate(
@@ -271,7 +271,7 @@ def engagement(task, params, model_state) -> Study:
   count_RL, entropy_RL, valid_RL, token_RL = map(
     np.concatenate, zip(*batches, strict=True)
   )
-  blocks = sum(c is not None for c in task.config.model.capacities)
+  blocks = task.config.model.num_routed
   count_N, entropy_N = count_RL[valid_RL], entropy_RL[valid_RL]
   spearman, low, high = correlation(count_RL, entropy_RL, valid_RL)
   groups = {k: entropy_N[count_N == k] for k in range(blocks + 1)}

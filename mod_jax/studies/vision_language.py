@@ -29,10 +29,9 @@ def image_tokens(task, params, model_state) -> Study:
     processed.append(chosen_RBL[:, shown_BL])
     digits.append(batch['shown'][shown_BL] >= 0)
   processed_RN, digit_N = np.concatenate(processed, 1), np.concatenate(digits)
-  layers = [i for i, c in enumerate(model.capacities) if c is not None]
   lines = [f'{"":<10}{"digits":>12}{"background":>12}']
   metrics = {'digits': digit_N.mean().item()}
-  for layer, processed_N in zip(layers, processed_RN, strict=True):
+  for layer, processed_N in zip(model.routed_blocks, processed_RN, strict=True):
     shares = {
       'digits': processed_N[digit_N].mean().item(),
       'background': processed_N[~digit_N].mean().item(),

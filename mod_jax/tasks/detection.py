@@ -16,7 +16,6 @@ from mod_jax.losses import detection, mean_precision, sums
 from mod_jax.losses.mean_precision import Boxes
 from mod_jax.losses.sums import Rows
 from mod_jax.pretrained import source as source_lib
-from mod_jax.studies.devices import one_device
 from mod_jax.tasks.modality import ROWS
 from mod_jax.tasks.pictures import Pictures
 
@@ -155,13 +154,7 @@ class Detection(Pictures):
 
   def pictures(self, task, params, model_state):
     batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
-    with one_device(params, model_state) as (params, model_state):
-      key = jax.random.key(self.config.seed)
-      output = jax.device_get(
-        jax.jit(functools.partial(task.apply, mode=Mode()))(
-          params, model_state, batch, key
-        )
-      )
+    output = task.on_examples(params, model_state, batch, Mode())
     shown_BHWC = images_lib.denormalize(self.config.data, batch['image'])
     return draw(
       self.config.model, output, shown_BHWC, batch['size'], self.classes

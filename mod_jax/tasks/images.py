@@ -282,7 +282,7 @@ class Images(Pictures):
 
   def _draw_routing(self, shown_BHWC, labels, output):
     model = self.config.model
-    routed = [i for i, c in enumerate(model.capacities) if c is not None]
+    routed = model.routed_blocks
     chosen = []
     for i, routed_block in zip(routed, output.routing, strict=True):
       # All images have equally many tokens left, in order.
@@ -360,7 +360,7 @@ class Images(Pictures):
 
   def _draw_attention(self, image_HWC, intermediates, places):
     model = self.config.model
-    routed = [i for i, c in enumerate(model.capacities) if c is not None]
+    routed = model.routed_blocks
     # Draw the maps of dense blocks just before routed ones, which may be routed
     # by them, or else of some dense blocks. Routed blocks lack most tokens.
     dense = [i for i in range(model.num_layers) if i not in routed]

@@ -90,15 +90,9 @@ class Language(Modality):
     contents = tokenizers.files(*self.tokenizer_source)
     return {name: data.decode() for name, data in contents.items()}
 
-  def train_iterator(self, *, shard_index=0, shard_count=1):
-    return text.train_iterator(
-      self._data,
-      batch_size=self.config.train.batch_size // shard_count,
-      seed=self.config.seed,
-      shard_index=shard_index,
-      shard_count=shard_count,
-      num_batches=self.config.train.num_steps,
-    )
+  def endless(self, **kwargs):
+    steps = self.config.train.num_steps
+    return text.train_iterator(self._data, num_batches=steps, **kwargs)
 
   def rows_per_epoch(self):
     return text.num_train_tokens(self._data) // self.config.data.length
@@ -149,16 +143,12 @@ class Language(Modality):
     scaled = self.config.model.early_loss * total, weight
     return [scaled], {'early_loss': (total, weight)}
 
-  @functools.cached_property
-  def _token_bytes_V(self):
-    return np.asarray(self.tokenizer.token_bytes)
-
   def eval_sums(self, output, batch, mode):
     total, weight = self.loss(output, batch)
     metric_sums = {'loss': (total, weight)}
     if mode.routing.overflow == 'drop':
       return metric_sums
-    token_bytes_V = jnp.asarray(self._token_bytes_V)
+    token_bytes_V = jnp.asarray(self.tokenizer.token_bytes)
     num_bytes = jnp.sum(token_bytes_V[batch['targets']] * batch['weights'])
     metric_sums['bits_per_byte'] = (total, num_bytes)
     _, kwargs = self.inputs(batch, train=False)
@@ -356,7 +346,7 @@ class Language(Modality):
 
   def _routing_pictures(self, output, pieces):
     config, length = self.config.model, len(pieces)
-    layers = [i for i, c in enumerate(config.capacities) if c is not None]
+    layers = config.routed_blocks
     thresholds = None
     if config.routing.threshold_decay:
       thresholds = [routed.threshold_B[0] for routed in output.routing]

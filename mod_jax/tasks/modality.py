@@ -57,6 +57,18 @@ class Modality(Data):
     files = (workdir_lib.expand(path) / name for path in directories)
     return next((file for file in files if file.is_file()), None)
 
+  def train_iterator(self, *, shard_index=0, shard_count=1):
+    return self.endless(
+      batch_size=self.config.train.batch_size // shard_count,
+      seed=self.config.seed,
+      shard_index=shard_index,
+      shard_count=shard_count,
+    )
+
+  @abc.abstractmethod
+  def endless(self, **kwargs):
+    """Returns an endless iterator; keywords as in `data.images`."""
+
   @abc.abstractmethod
   def rows_per_epoch(self) -> int:
     """Returns the number of rows in the training data."""

@@ -31,14 +31,8 @@ class Pictures(Modality):
     # The training images may be missing where the model is used later.
     return {source_lib.CLASSES: json.dumps(self.classes, indent=1)}
 
-  def train_iterator(self, *, shard_index=0, shard_count=1):
-    return self.reader.train_iterator(
-      self.config.data,
-      batch_size=self.config.train.batch_size // shard_count,
-      seed=self.config.seed,
-      shard_index=shard_index,
-      shard_count=shard_count,
-    )
+  def endless(self, **kwargs):
+    return self.reader.train_iterator(self.config.data, **kwargs)
 
   def eval_batches(self, **kwargs):
     return self.reader.eval_batches(self.config.data, **kwargs)

@@ -19,6 +19,7 @@ from mod_jax.layers.rules import Routing
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums, Pair
 from mod_jax.pretrained import source as source_lib
+from mod_jax.studies.devices import one_device
 from mod_jax.tasks.modality import Modality
 from mod_jax.train import evaluation
 from mod_jax.train.task import Method
@@ -233,6 +234,13 @@ class Plain(Method):
       num_batches=num_batches or None,
     ):
       yield batch, jax.device_get(run(params, model_state, batch))
+
+  def on_examples(self, params, model_state, batch, mode):
+    """Returns the output on a small batch, on the host."""
+    with one_device(params, model_state) as variables:
+      key = jax.random.key(self.config.seed)
+      look = jax.jit(functools.partial(self.apply, mode=mode))
+      return jax.device_get(look(*variables, batch, key))
 
   def eval_step(self, params, model_state, batch, key, mode):
     output = self.apply(params, model_state, batch, key, mode)

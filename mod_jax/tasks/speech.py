@@ -73,15 +73,9 @@ class Speech(Modality):
   def files(self):
     return {characters.VOCABULARY: self.vocabulary.to_json()}
 
-  def train_iterator(self, *, shard_index=0, shard_count=1):
-    return audio.train_iterator(
-      self._recordings('train'),
-      self._frames,
-      batch_size=self.config.train.batch_size // shard_count,
-      seed=self.config.seed,
-      shard_index=shard_index,
-      shard_count=shard_count,
-    )
+  def endless(self, **kwargs):
+    recordings = self._recordings('train')
+    return audio.train_iterator(recordings, self._frames, **kwargs)
 
   def rows_per_epoch(self):
     return len(self._recordings('train'))

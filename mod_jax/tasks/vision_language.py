@@ -18,7 +18,6 @@ from mod_jax.losses import sums
 from mod_jax.models import vlm
 from mod_jax.pretrained import source as source_lib
 from mod_jax.sampling import generate
-from mod_jax.studies.devices import one_device
 from mod_jax.studies.language import arank
 from mod_jax.studies.vision_language import image_tokens
 from mod_jax.tasks import warm_start
@@ -156,7 +155,11 @@ class VisionLanguage(Modality):
     del rng  # Nothing is drawn.
     conversation = source.load(int(index))
     row = self._row(conversation)
-    return self._marked(row, conversation) if self.config.data.marks else row
+    if self.config.data.marks:  # Image tokens that show a digit have to say so.
+      digit_L = self._digits_shown(row, conversation)
+      row['targets'] = np.where(digit_L >= 0, digit_L, row['targets'])
+      row['weights'] = np.where(digit_L >= 0, np.float32(1), row['weights'])
+    return row
 
   def _digits_shown(self, row, conversation: data_lib.Conversation):
     """Returns [L] which digit's token each image token shows.
@@ -175,13 +178,6 @@ class VisionLanguage(Modality):
     digit_L[row['valid'] & (row['kind'] == IMAGE)] = digit_GG.flatten()
     return digit_L
 
-  def _marked(self, row, conversation: data_lib.Conversation) -> dict:
-    """Returns the row with targets for image tokens that show a digit."""
-    digit_L = self._digits_shown(row, conversation)
-    row['targets'] = np.where(digit_L >= 0, digit_L, row['targets'])
-    row['weights'] = np.where(digit_L >= 0, np.float32(1), row['weights'])
-    return row
-
   def _eval_row(self, source, index) -> dict:
     real = index != batches.PADDING
     conversation = source.load(int(index) if real else 0)
@@ -194,7 +190,7 @@ class VisionLanguage(Modality):
       'weight': np.float32(real),
     }
 
-  def train_iterator(self, *, shard_index=0, shard_count=1):
+  def endless(self, **kwargs):
     source = data_lib.open_split(self.config.data, 'train')
     rows = self.config.train.batch_size
     if len(source) < rows:
@@ -202,14 +198,9 @@ class VisionLanguage(Modality):
         f'there are {len(source)} conversations to train on, fewer than the'
         f' {rows} of one batch: add some or lower the batch size.'
       )
-    return batches.endless(
-      functools.partial(self._train_row, source),
-      *(len(source), self.config.data.workers),
-      batch_size=rows // shard_count,
-      seed=self.config.seed,
-      shard_index=shard_index,
-      shard_count=shard_count,
-    )
+    make_row = functools.partial(self._train_row, source)
+    workers = self.config.data.workers
+    return batches.endless(make_row, len(source), workers, **kwargs)
 
   def eval_batches(self, **kwargs):
     source = data_lib.open_split(self.config.data, 'eval')
@@ -354,14 +345,9 @@ class VisionLanguage(Modality):
       return {}
     batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
     del batch['targets']  # The answers are read from the logits.
-    with one_device(params, model_state) as (params, model_state):
-      key = jax.random.key(self.config.seed)
-      (mode,) = self.modes().values()
-      output = jax.device_get(
-        jax.jit(functools.partial(task.apply, mode=mode))(
-          params, model_state, batch, key
-        )
-      )
+    output = task.on_examples(
+      *(params, model_state, batch), *self.modes().values()
+    )
     is_image_BL = batch['valid'] & (batch['kind'] == IMAGE)
     shown_B = is_image_BL.any(axis=-1) & (batch['weight'] > 0)
     if not shown_B.any():
@@ -398,7 +384,7 @@ class VisionLanguage(Modality):
     return viz.patch_maps(
       images_lib.denormalize(self.config.data, images_BIHWC[shown_B, 0]),
       np.stack(processed_RBN)[:, shown_B],
-      layers=[i for i, c in enumerate(model.capacities) if c is not None],
+      layers=model.routed_blocks,
       grid=(model.grid,) * 2,
       num_layers=model.num_layers,
       labels=labels,

@@ -90,7 +90,7 @@ def test_image_tokens_name_the_digits_that_they_show():
   task = make_task(SCENES.get_config('captions_tiny')).modality
   source = conversations.open_split(task.config.data, 'train')
   conversation = source.load(3)
-  row, plain = task._train_row(source, 3), task._row(conversation)
+  row, plain = task._train_row(source, 3, None), task._row(conversation)
   grid, seen = task.config.model.grid, set()
   start = int(np.flatnonzero(row['kind'] == KINDS.index('image'))[0])
   for i in range(grid**2):
