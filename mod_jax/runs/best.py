@@ -17,8 +17,7 @@ _FILE = 'best.json'
 def write(directory, step: int, metric: str, value: float) -> None:
   """Names the best checkpoint of the run in a directory."""
   record = {'step': step, 'metric': metric, 'value': value}
-  text = metrics.to_json(record, indent=2) + '\n'
-  workdir.write_text(workdir.expand(directory) / _FILE, text)
+  metrics.write_json(workdir.expand(directory) / _FILE, record)
 
 
 def resolve(directory, step: Step) -> int | None:

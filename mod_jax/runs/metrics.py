@@ -185,6 +185,11 @@ def to_json(value, *, indent: int | None = None) -> str:
   return json.dumps(_strict(value), indent=indent, allow_nan=False)
 
 
+def write_json(path, value) -> None:
+  """Writes strict JSON, indented, as a file, atomically."""
+  paths.write_bytes(path, f'{to_json(value, indent=2)}\n'.encode())
+
+
 def _strict(value):
   if isinstance(value, Mapping):
     return {name: _strict(inner) for name, inner in value.items()}

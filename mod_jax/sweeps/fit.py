@@ -502,8 +502,7 @@ def write(workdir) -> str:
   reference = next(dense, None)
   fitted, surfaces = fit(curves(results))
   fit_record = record(results, fitted, surfaces, reference)
-  text = metrics_lib.to_json(fit_record, indent=2) + '\n'
-  workdir_lib.write_text(workdir / 'fit.json', text)
+  metrics_lib.write_json(workdir / 'fit.json', fit_record)
   dense_flops = best_dense(fitted, reference)
   lines = rows(results, dense_flops)
   workdir_lib.write_text(workdir / 'isoflop.csv', tables.csv_text(lines))

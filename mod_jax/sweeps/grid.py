@@ -246,8 +246,7 @@ def _write(workdir, axes, finished):
     'axes': {path: list(values) for path, values in axes.items()},
     'points': [vars(point) for point in finished],
   }
-  text = metrics_lib.to_json(record, indent=2) + '\n'
-  workdir_lib.write_text(workdir / 'sweep.json', text)
+  metrics_lib.write_json(workdir / 'sweep.json', record)
 
 
 def _text(value) -> str:

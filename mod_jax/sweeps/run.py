@@ -153,7 +153,7 @@ def _write(job, outcome) -> None:
     # Sorted, since the order differs if a finished run is only read again.
     'metrics': dict(sorted(metrics.items())),
   }
-  workdir_lib.write_text(job.path, metrics_lib.to_json(result, indent=2) + '\n')
+  metrics_lib.write_json(job.path, result)
   message = f'diverged: {diverged}'
   if not diverged:
     loss = result['loss']

@@ -236,8 +236,7 @@ def _publish(workdir, file, record, figures, title, text):
   paths = [workdir_lib.pictures(workdir) / f'{name}.png' for name in figures]
   for path, figure in stop_lib.each(zip(paths, figures.values(), strict=True)):
     viz.save(figure, path)
-  contents = metrics_lib.to_json(record, indent=2) + '\n'
-  workdir_lib.write_text(workdir / file, contents)
+  metrics_lib.write_json(workdir / file, record)
   print(f'{title}, at step {record["step"]}:')
   print(text)
   for path in paths:
