@@ -25,6 +25,12 @@ def product(a, b, contract=(1, 0)):
   )
 
 
+def as_column(row_1N):
+  """Transposes [1, N] to [N, 1]; Mosaic can only transpose whole tiles."""
+  tile = jnp.broadcast_to(row_1N, (LANES, row_1N.shape[1]))
+  return tile.T[:, :1]
+
+
 def block_of(length: int, most: int) -> int:
   """Returns the largest divisor of `length` that fills whole lanes.
 

@@ -147,7 +147,12 @@ class StackConfig:
       )
 
     caches = tuple(map(layer_cache, self.layers))
-    return _stacked(caches, self.period) if self.scan else caches
+    if not self.scan:
+      return caches
+    return tuple(
+      jax.tree.map(_together, *caches[j :: self.period])
+      for j in range(self.period)
+    )
 
 
 def layer_configs(
@@ -398,14 +403,6 @@ def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
     elif value is not None:
       by_name[f'block_{i}'] = value
   return by_name
-
-
-def _stacked(trees: tuple, period: int) -> tuple:
-  """Stacks per-layer trees into one tree per position in the period."""
-  return tuple(
-    jax.tree.map(lambda *x: jnp.stack(x), *trees[j::period])
-    for j in range(period)
-  )
 
 
 def unrolled(config: StackConfig, variables):

@@ -25,6 +25,7 @@ from mod_jax_kernels import dispatch, tiles
 from mod_jax_kernels.pallas_parts import (
   LANES,
   VMEM_BYTES,
+  as_column,
   of_present,
   product,
 )
@@ -253,19 +254,13 @@ def _seen(valid_1L, length, causal):
     seen_KQ = _iota(length, 0) <= _iota(length, 1)
   if valid_1L is not None:
     # Broadcast numbers: Mosaic may not broadcast truth values.
-    valid_KQ = jnp.broadcast_to(_column(valid_1L), (length, length)) > 0
+    valid_KQ = jnp.broadcast_to(as_column(valid_1L), (length, length)) > 0
     seen_KQ = valid_KQ if seen_KQ is None else seen_KQ & valid_KQ
   return seen_KQ
 
 
 def _iota(length, axis):
   return jax.lax.broadcasted_iota(jnp.int32, (length, length), axis)
-
-
-def _column(row_1L):
-  """Transposes [1, L] to [L, 1]; Mosaic can only transpose whole tiles."""
-  tile = jnp.broadcast_to(row_1L, (LANES, row_1L.shape[1]))
-  return tile.T[:, :1]
 
 
 def _logits(q_QW, k_KW, h, heads, seen_KQ):
@@ -325,7 +320,7 @@ def _backward_kernel(
       weight_KQ = jnp.exp(logit_KQ * scale - lse[b, h : h + 1])
       dweight_KQ = product(of_head(v_KW), dout_QW, (1, 1))
       if dcolumn is not None:
-        dweight_KQ += _column(dcolumn[b])
+        dweight_KQ += as_column(dcolumn[b])
       mean_1Q = (weight_KQ * dweight_KQ).sum(axis=0, keepdims=True)
       dlogit_KQ = weight_KQ * (dweight_KQ - mean_1Q) * scale
       dlogit_KQ = dlogit_KQ.astype(q_QW.dtype)

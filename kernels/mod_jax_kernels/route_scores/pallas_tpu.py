@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch, tiles
-from mod_jax_kernels.pallas_parts import LANES, of_present, product
+from mod_jax_kernels.pallas_parts import LANES, as_column, of_present, product
 from mod_jax_kernels.route_scores import pallas_rows, reference
 from mod_jax_kernels.route_scores.tiles import TILES
 
@@ -221,12 +221,6 @@ def _call(kernel, grid, inputs, outputs, *, scratch, parallel=3):
   )(*(x for x, _ in present))
 
 
-def _column(row_1N):
-  """Transposes [1, N] to [N, 1]; Mosaic can only transpose whole tiles."""
-  tile = jnp.broadcast_to(row_1N, (LANES, row_1N.shape[1]))
-  return tile.T[:, :1]
-
-
 def _logits(q, k, query_block, key_block, causal):
   """Returns logit_KQ; in causal calls very low for keys after the query."""
   logit_KQ = product(k[...], q[...], (0, 0)) * q.shape[0] ** -0.5
@@ -243,7 +237,7 @@ def _hide(logit_KQ, valid):
   """Returns the logits, very low for hidden keys."""
   if valid is None:
     return logit_KQ
-  return jnp.where(_column(valid[...]) > 0, logit_KQ, _LOWEST)
+  return jnp.where(as_column(valid[...]) > 0, logit_KQ, _LOWEST)
 
 
 def _forward_kernel(
@@ -329,14 +323,14 @@ def _dq_kernel(*refs, causal, blocks):
 
     @pl.when(inside & jnp.logical_not(last_pass))
     def _():
-      dcolumn_K1 = _column(dcolumn[...])
+      dcolumn_K1 = as_column(dcolumn[...])
       mean_acc[...] += (weights() * dcolumn_K1).sum(axis=0, keepdims=True)
 
   @pl.when(inside & last_pass)
   def _():
     dweight_KQ = product(v[...], dout[...], (0, 0))
     if dcolumn is not None:
-      dweight_KQ += _column(dcolumn[...])
+      dweight_KQ += as_column(dcolumn[...])
     dlogit_KQ = weights() * (dweight_KQ - mean_acc[...])
     acc[...] += product(k[...], dlogit_KQ.astype(k.dtype), (1, 0))
 
@@ -358,9 +352,8 @@ def _dkv_kernel(*refs, causal):
     dk_acc[...] = jnp.zeros_like(dk_acc)
     dv_acc[...] = jnp.zeros_like(dv_acc)
     if dcolumn is not None:
-      dcolumn_KN[...] = jnp.broadcast_to(
-        _column(dcolumn[...]), dcolumn_KN.shape
-      )
+      column_K1 = as_column(dcolumn[...])
+      dcolumn_KN[...] = jnp.broadcast_to(column_K1, dcolumn_KN.shape)
 
   @pl.when(j >= i if causal else True)
   def _():
