@@ -161,11 +161,12 @@ def test_a_workdir_of_another_run_is_refused(whole, at_step_4, one_device):
   ):
     assert field in message
   assert snapshot(at_step_4) == before
-  # A bad field beside an allowed one changes nothing either.
-  changed = config_lib.replace(config, {'evaluation.every': 3, 'seed': 1})
-  with pytest.raises(UserError):
-    phases.train(changed, at_step_4)
-  assert snapshot(at_step_4) == before
+  # What cannot be, beside what may differ, changes nothing either.
+  for wrong in ({'seed': 1}, {'mesh.data': 5}):
+    changed = config_lib.replace(config, {'evaluation.every': 3} | wrong)
+    with pytest.raises(UserError):
+      phases.train(changed, at_step_4)
+    assert snapshot(at_step_4) == before
   # What changes no number may differ.
   allowed = config_lib.replace(
     config, {'name': 'renamed', 'log.every': 3, 'data.read_threads': 2}
