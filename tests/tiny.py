@@ -4,6 +4,7 @@ Each test varies these by `dataclasses.replace`, so that the one setting under
 test is all that it says.
 """
 
+import contextlib
 import functools
 import re
 import string
@@ -200,6 +201,23 @@ def pictures(root, classes, counts, size=(8, 8)):
         pixels = rng.integers(0, 256, (*size, 3), np.uint8)
         Image.fromarray(pixels).save(root / split / name / f'{i}.png')
   return root
+
+
+@contextlib.contextmanager
+def compilations():
+  """Yields a list of what JAX compiles meanwhile."""
+  names = []
+
+  def listen(name, seconds, **_):
+    del seconds
+    if 'backend_compile' in name:
+      names.append(name)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield names
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def same(found, expected):
