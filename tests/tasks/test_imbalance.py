@@ -178,16 +178,6 @@ def test_a_run_on_a_table_of_labels(folder, tmp_path):
     assert found == pytest.approx(predicted, rel=1e-3)
 
 
-def test_mean_recall_counts_every_class_alike(folder, tmp_path):
-  result = phases.train(make_config(folder, **{'train.num_steps': 3}), tmp_path)
-  label_N, logits_NV = held_out(mod_jax.load(tmp_path))
-  guess_N = logits_NV.argmax(axis=-1)
-  assert result.metrics['mean_recall'] == pytest.approx(
-    sklearn_metrics.balanced_accuracy_score(label_N, guess_N)
-  )
-  assert result.metrics['mean_recall'] != result.metrics['accuracy']
-
-
 def raw(state):
   leaves = jax.tree.leaves((state.params, state.opt_state, state.ema))
   return [np.asarray(x).tobytes() for x in leaves]
