@@ -7,8 +7,9 @@ import shutil
 import subprocess
 import sys
 
-from command_line import ROOT, assert_refused, overrides, run, snapshot
+from command_line import ROOT, assert_refused, overrides, run
 import pytest
+import tiny
 
 from mod_jax.runs import metrics as metrics_lib
 
@@ -124,11 +125,11 @@ class TestTrain:
     assert re.match(r'1e\+38( +diverged){3}$', table[2])
     assert len(json.loads((tmp_path / 'sweep.json').read_text())['points']) == 2
     done = tmp_path / 'optimizer.learning_rate=0.001'
-    before = snapshot(done)
+    before = tiny.snapshot(done)
     again = run(*args)
     assert again.out.splitlines()[-3:] == table
     assert 'learning_rate=0.001 continues' not in again.err
-    assert snapshot(done) == before
+    assert tiny.snapshot(done) == before
     typo = '--sweep=optimizer.learning_rat=1'
     ended = run('train.py', CONFIG, f'--workdir={tmp_path}/new', typo)
     assert_refused(
@@ -158,7 +159,7 @@ class TestEval:
   def test_evaluates_and_samples(self, trained, tmp_path):
     workdir = tmp_path / 'run'
     shutil.copytree(trained[0], workdir)
-    kept = snapshot(workdir / 'checkpoints')
+    kept = tiny.snapshot(workdir / 'checkpoints')
     samples = (
       *('--sample=def ', '--sample=a longer prompt', '--max_new_tokens=3'),
       *('--rule=router', '--overflow=drop'),
@@ -171,7 +172,7 @@ class TestEval:
     told = json.loads((workdir / 'eval.json').read_text())
     assert told['step'] == 4
     assert {'top_k/loss', 'router/loss'} < told.keys()
-    assert snapshot(workdir / 'checkpoints') == kept
+    assert tiny.snapshot(workdir / 'checkpoints') == kept
     # The same seed writes the same; no evaluation was asked for.
     again = run('eval.py', f'--workdir={workdir}', '--noevaluate', *samples)
     assert 'held-out' not in again.out
@@ -198,10 +199,10 @@ class TestEval:
   )
   def test_bad_input_changes_nothing(self, trained, args, pattern):
     workdir, _ = trained
-    before = snapshot(workdir)
+    before = tiny.snapshot(workdir)
     ended = run('eval.py', f'--workdir={workdir}', '--noevaluate', *args)
     assert_refused(ended, pattern)
-    assert snapshot(workdir) == before
+    assert tiny.snapshot(workdir) == before
 
 
 @pytest.mark.parametrize(

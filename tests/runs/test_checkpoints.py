@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
+import tiny
 
 from mod_jax.errors import UserError
 from mod_jax.runs import checkpoints, checksums
@@ -63,18 +64,9 @@ def make_iterator():
   return iter(data.to_iter_dataset())
 
 
-def bits(tree):
-  def raw(x):
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      return str(jax.random.key_impl(x)), np.asarray(jax.random.key_data(x))
-    return str(x.dtype), np.asarray(x)
-
-  return [(dtype, x.shape, x.tobytes()) for dtype, x in map(raw, tree)]
-
-
 def assert_same(a, b):
   assert jax.tree.structure(a) == jax.tree.structure(b)
-  assert bits(jax.tree.leaves(a)) == bits(jax.tree.leaves(b))
+  assert tiny.bits(a) == tiny.bits(b)
 
 
 def save_steps(directory, steps, **config):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import pathlib
 import signal
 import threading
 import types
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 import numpy as np
 import pytest
+import tiny
 from tiny_runs import make_config
 import tiny_task
 from tiny_task import Tiny, train
@@ -528,14 +528,14 @@ def test_evaluating_a_run(tmp_path, capsys):
   chex.assert_trees_all_equal(
     (trained.params, trained.model_state), (state.params, state.model_state)
   )
-  before = _contents(tmp_path / 'checkpoints')
+  before = tiny.snapshot(tmp_path / 'checkpoints')
   # Who only reads needs no lock.
   (tmp_path / 'lock.json').write_text('somebody is training')
   metrics = evaluation.evaluate(trained, tmp_path, batches=1)
   assert 'held-out, at step 3' in capsys.readouterr().out
   told = json.loads((tmp_path / 'eval.json').read_text())
   assert told == {'step': 3, **metrics}
-  assert _contents(tmp_path / 'checkpoints') == before
+  assert tiny.snapshot(tmp_path / 'checkpoints') == before
   older = tiny_task.load(tmp_path, step=2)
   assert older.step == 2
   assert not np.array_equal(
@@ -543,7 +543,3 @@ def test_evaluating_a_run(tmp_path, capsys):
   )
   with pytest.raises(UserError, match=r'no checkpoint at step 1 .*\[2, 3\]'):
     tiny_task.load(tmp_path, step=1)
-
-
-def _contents(folder: pathlib.Path):
-  return {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
