@@ -186,6 +186,11 @@ class TestFlops:
     modules = acm.modules(base)
     assert modules['block_3/attention/out'].hidden == 96
     assert modules['block_3/mlp'].hidden == 768
+    for module, replaced in (
+      (modules['block_3/attention/out'], 2 * 768**2),
+      (modules['block_3/mlp'], 2 * 2 * 768 * 3072),
+    ):
+      assert 4 * module.learner_flops == replaced
 
   @pytest.mark.parametrize('mlp', ['gelu', 'swiglu'])
   def test_a_language_models_ffn_costs_what_it_replaces(self, mlp):
