@@ -33,12 +33,6 @@ VALID_BL = (
 )
 
 
-def mode_of(rule, overflow):
-  if overflow == 'exact':
-    return RoutingMode(rule=rule)
-  return RoutingMode(rule=rule, overflow='drop', slack=1.0)
-
-
 def chosen(out):
   """[R, B, L]: what each routed layer processed."""
   return np.stack([told.chosen_BL for told in out.routing])
@@ -70,20 +64,14 @@ class TestForward:
 class TestDecoding:
   """Prefill and steps ≡ the whole row in the same causal mode."""
 
+  # Others, and what is exact, are in the tests of generation.
   @pytest.mark.parametrize(
-    ('rule', 'overflow', 'chunk'),
-    [
-      ('router', 'drop', 2),
-      ('predictor', 'drop', 1),
-      ('threshold', 'exact', 0),
-      ('fixed', 'exact', 2),
-    ],
+    ('rule', 'chunk'), [('router', 2), ('predictor', 1), ('predictor', 0)]
   )
   def test_equals_the_full_forward(
-    self, config_of, variables, generate, rule, overflow, chunk
+    self, config, variables, generate, rule, chunk
   ):
-    config = config_of(rule)
-    mode = mode_of(rule, overflow)
+    mode = RoutingMode(rule=rule, overflow='drop', slack=1.0)
     valid_BL = jnp.array(VALID_BL)
     logits_BLV, chosen_RBL, cache = generate(
       config,
@@ -108,12 +96,8 @@ class TestDecoding:
       np.testing.assert_array_equal(block.length_B, lengths_B)
       assert (lengths_B < counts_B).any()  # Something was skipped.
     np.testing.assert_array_equal(cache.blocks[1].length_B, counts_B)
-    if overflow == 'drop':
-      assert cache.blocks[0].slots == 3
-      assert cache.blocks[1].slots == L
-    elif rule != 'fixed':
-      # Sequences skip differently.
-      assert (chosen_RBL[0] != chosen_RBL[0, :1])[:, 5:].any()
+    assert cache.blocks[0].slots == 3
+    assert cache.blocks[1].slots == L
 
   def test_one_token_cannot_be_chosen_by_top_k(self, config, variables):
     cache = LMCache.empty(config, B, L, RoutingMode())
