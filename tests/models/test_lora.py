@@ -178,20 +178,6 @@ def test_a_pattern_must_match_a_map():
     )
 
 
-def test_alpha_over_rank_scales_the_update():
-  config = language(routing=None, lora=ADAPTERS)
-  variables = tiny.variables(config)
-  doubled = dataclasses.replace(ADAPTERS, alpha=10.0)
-  flat = trees.flatten(variables['params'])
-  up = {k: 2 * x if '_lora/up/' in k else x for k, x in flat.items()}
-  np.testing.assert_allclose(
-    logits(config.with_parts(lora=doubled), variables),
-    logits(config, variables | {'params': trees.unflatten(up)}),
-    rtol=1e-5,
-    atol=1e-5,
-  )
-
-
 class TestTraining:
   """Frozen weights need no gradient, and what lies below them no pass."""
 
