@@ -64,14 +64,19 @@ class TestForward:
 class TestDecoding:
   """Prefill and steps ≡ the whole row in the same causal mode."""
 
-  # Others, and what is exact, are in the tests of generation.
+  # The others are in the tests of generation.
   @pytest.mark.parametrize(
-    ('rule', 'chunk'), [('router', 2), ('predictor', 1), ('predictor', 0)]
+    ('rule', 'overflow', 'chunk'),
+    [
+      ('router', 'drop', 2),
+      ('predictor', 'drop', 1),
+      ('threshold', 'exact', 0),
+    ],
   )
   def test_equals_the_full_forward(
-    self, config, variables, generate, rule, chunk
+    self, config, variables, generate, rule, overflow, chunk
   ):
-    mode = RoutingMode(rule=rule, overflow='drop', slack=1.0)
+    mode = RoutingMode(rule=rule, overflow=overflow, slack=1.0)
     valid_BL = jnp.array(VALID_BL)
     logits_BLV, chosen_RBL, cache = generate(
       config,
@@ -96,7 +101,7 @@ class TestDecoding:
       np.testing.assert_array_equal(block.length_B, lengths_B)
       assert (lengths_B < counts_B).any()  # Something was skipped.
     np.testing.assert_array_equal(cache.blocks[1].length_B, counts_B)
-    assert cache.blocks[0].slots == 3
+    assert cache.blocks[0].slots == (3 if overflow == 'drop' else L)
     assert cache.blocks[1].slots == L
 
   def test_one_token_cannot_be_chosen_by_top_k(self, config, variables):
