@@ -66,12 +66,3 @@ def assert_refused(ended, pattern):
   (line,) = [line for line in lines if line.startswith('error: ')]
   assert line == lines[-1]
   assert re.search(pattern, line), line
-
-
-def snapshot(folder):
-  """Returns the contents and the times of all files of a folder."""
-  return {
-    str(p): (p.read_bytes(), p.stat().st_mtime_ns)
-    for p in folder.rglob('*')
-    if p.is_file()
-  }

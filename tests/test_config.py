@@ -202,18 +202,9 @@ class TestRanges:
       message = refusal(Ranges, **{field: value})
       assert message == f'Ranges.{field}={value!r}: expected {expected}.'
 
-  @pytest.mark.parametrize('value', [math.inf, -math.inf, math.nan, 1e39])
-  def test_none_is_infinite(self, value):
-    for field in ('share', 'rate', 'weight', 'each'):
-      refusal(Ranges, **{field: value})
-
   def test_in_tuples(self):
     message = refusal(Ranges, mesh=(8, 9))
     assert message == 'Ranges.mesh[1]=9: expected an integer from -1 to 8.'
-
-  def test_go_through_json(self):
-    ranges = Ranges(heads=2, mesh=(1, 2), each=(0.5, 1), weight=1)
-    assert config.from_json(Ranges, config.to_json(ranges)) == ranges
 
 
 class TestRoundTrip:
@@ -466,13 +457,3 @@ class TestDiff:
 )
 def test_literals(text, value):
   assert config.read_literal(text) == value
-
-
-def test_nearest():
-  assert config.nearest('wdith', ['depth', 'width']) == " Did you mean 'width'?"
-  assert config.nearest('VIT', ['lm', 'ViT']) == " Did you mean 'ViT'?"
-  assert config.nearest('zzz', ['depth', 'width']) == ''
-
-
-def test_choose():
-  assert config.choose('tiny', {'': 1, 'tiny': 2}) == 2

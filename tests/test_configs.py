@@ -21,7 +21,7 @@ from mod_jax import optimizer as optimizer_lib
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import ACMConfig
 from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.scores import SCORES
 from mod_jax.models.dynamic_vit import DynamicViTConfig
@@ -146,18 +146,23 @@ def example(cls):
 
 
 GROUPS = sorted(set(groups(ExperimentConfig)), key=lambda cls: cls.__name__)
-GROUPS += [RoutingMode, MLPConfig, ACMConfig, *SCORES.values()]
+GROUPS += [Mode, RoutingMode, MLPConfig, ACMConfig, *SCORES.values()]
 
 
 @pytest.mark.parametrize('cls', GROUPS)
 def test_every_number_has_a_range(cls):
-  """And is checked: neither infinity nor what would take for ever gets in."""
+  """And is checked: neither infinity nor what would take for ever gets in.
+
+  Likewise no word but those of a field's choices.
+  """
   base = example(cls)
   tried = 0
   for name, hint in typing.get_type_hints(cls, include_extras=True).items():
     bad = []
     if 'float' in str(hint):
       bad += [math.inf, -math.inf, math.nan, 1e39]
+    if 'Literal' in str(hint) and 'ClassVar' not in str(hint):
+      bad += ['no such choice']
     if re.search(r'\bint\b', str(hint)):
       bad += [10**20, -(10**20)]
       # Without a range it would be the bare type.

@@ -132,16 +132,6 @@ class TestParts:
       )
       assert saved == (routed if part == 'mlp' else dense)['mlp']
 
-  @pytest.mark.parametrize('score', ['gaussian', 'stride'])
-  def test_scores_that_do_not_look_cost_nothing(self, score):
-    control = MoDConfig(capacity=0.3, score=score, predictor_width=6)
-    layer = LayerConfig(block=self.config.block, routing=control, capacity=0.3)
-    parts = layer.flops(21)
-    assert not parts.get('router')
-    assert not parts.get('predictor')
-    learned = dataclasses.replace(layer, routing=MoDConfig(capacity=0.3))
-    assert learned.flops(21)['router'] == 2 * 21 * 30
-
 
 _WIDE = {'width': 1024, 'num_heads': 8, 'num_layers': 2, 'vocab_size': 512}
 
@@ -228,13 +218,6 @@ class TestAgainstXla:
     ours = sum(sum(parts.values()) for _, parts in table)
     ratio = _xla_flops(config, length) / ours
     assert 1 <= ratio < 1.01
-
-  def test_would_notice_a_missing_kernel(self):
-    config = LMConfig(**_WIDE, routing=MOD)
-    table = config.flops_table(128, full_pairs=True)
-    ours = sum(sum(parts.values()) for _, parts in table)
-    routed = dict(table)['block_1 (routed)']['mlp']
-    assert _xla_flops(config, 128) / (ours - routed / 3) > 1.01
 
 
 def _xla_flops(config, length):

@@ -200,10 +200,3 @@ def test_what_is_heavy_is_imported_when_it_is_used():
 )
 def test_the_check_sees_a_wrong_import(path, source):
   assert library_faults(pathlib.Path(path), source)
-
-
-def test_the_checks_of_kernels_see_a_wrong_import():
-  path = pathlib.Path('kernels/mod_jax_kernels/mlp/reference.py')
-  source = 'def f():\n  from mod_jax.errors import UserError'
-  assert imports_of(path, source, 'mod_jax')
-  assert not imports_of(path, 'from .. import dispatch', 'mod_jax')

@@ -5,7 +5,6 @@ import json
 import re
 
 from command_line import ROOT, assert_refused, overrides, run
-import numpy as np
 from PIL import Image
 import pytest
 
@@ -61,32 +60,6 @@ def pruned(train, dense, tmp_path_factory):
     'objective.logit_distillation': 0.5,
   }
   return train(f'{DIGITS}:dynamic_tiny', workdir, changes)
-
-
-@pytest.mark.slow
-def test_dense(dense):
-  workdir, ended = dense
-  assert re.search(r'^digits_tiny starts: [\d,]+ parameters', ended.err)
-  assert 'held-out, at step 3' in ended.out
-  assert re.search(r'^model( +\d+\.\d{4}){5} +[\d,]+$', ended.out, re.MULTILINE)
-  assert 'GMACs: what published tables call GFLOPs' in ended.out
-  for name in ('attention', 'curves'):
-    assert f'picture: {workdir}/pictures/{name}.png' in ended.out
-  told = json.loads((workdir / 'eval.json').read_text())
-  assert told.keys() == {'step', 'loss', 'accuracy', 'mean_recall', 'top5'}
-
-
-@pytest.mark.slow
-def test_pruned(pruned):
-  workdir, ended = pruned
-  assert re.search(r'step 0: held-out .*accuracy 0\.\d+', ended.err)
-  for name in ('stages', 'keep_probability', 'curves'):
-    assert (workdir / 'pictures' / f'{name}.png').exists()
-  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
-  last = [json.loads(line) for line in lines if '"train"' in line][-1]
-  for name in ('ratio', 'token_distillation', 'logit_distillation'):
-    assert 0 < last[name] < 10
-  assert 0 < last['kept_0'] < 1
 
 
 @pytest.mark.slow
@@ -201,42 +174,3 @@ def test_studies_are_listed(pruned):
   assert ended.out == '--study=confusion\n--study=throughput\n'
   ended = run('eval.py', f'--workdir={workdir}', '--study')
   assert_refused(ended, '--study is given without a value: .*--help')
-
-
-@pytest.mark.parametrize(
-  ('config', 'args', 'pattern'),
-  [
-    (
-      'tiny',
-      ['data.source=tfds', 'data.name=imagenet2021'],
-      r"'imagenet2021' is neither known .*Did you mean 'imagenet2012'\?",
-    ),
-    (
-      'tiny',
-      ['data.source=folder', 'data.path=two'],
-      r'model\.num_classes=10, but the data have 2: set model\.num_classes=2',
-    ),
-    ('dynamic', [], 'learns beside a teacher.*: give its workdir'),
-    (
-      'dynamic_tiny',
-      ['objective.logit_distillation=1', 'objective.teacher=/no/teacher'],
-      'init=/no/teacher: no such file',
-    ),
-  ],
-  ids=['tfds', 'classes', 'teacher', 'teacher_path'],
-)
-def test_bad_input(config, args, pattern, tmp_path, monkeypatch):
-  """Models and data refuse more for themselves, in their own tests."""
-  monkeypatch.chdir(tmp_path)
-  for name in ('two/a/0.png', 'two/b/0.png'):
-    (tmp_path / name).parent.mkdir(parents=True)
-    Image.fromarray(np.full((8, 8, 3), 9, np.uint8)).save(name)
-  ended = run(
-    'train.py',
-    f'{DIGITS}:{config}',
-    '--workdir=run',
-    *(f'--config.{arg}' for arg in args),
-  )
-  assert_refused(ended, pattern)
-  assert (ended.status, ended.out) == (2, '')
-  assert not (tmp_path / 'run').exists()

@@ -4,6 +4,7 @@ Each test varies these by `dataclasses.replace`, so that the one setting under
 test is all that it says.
 """
 
+import contextlib
 import functools
 import re
 import string
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from PIL import Image
+import safetensors
 
 from mod_jax import config as config_lib
 from mod_jax import parallel, trees
@@ -20,6 +22,8 @@ from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.pretrained import export
 from mod_jax.pretrained.load import Run
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.checkpoints import Checkpointer
@@ -28,6 +32,17 @@ from mod_jax.tasks.experiment import ExperimentConfig
 
 # The vocabulary is left at that of bytes, which every text has.
 LM = LMConfig(num_layers=2, width=8, num_heads=2, mlp_dim=8, routing=None)
+# What makes a config file's language model as small, and its data bytes.
+SMALL = {
+  'model.vocab_size': 256,
+  'model.num_layers': 2,
+  'model.width': 8,
+  'model.num_heads': 2,
+  'data.tokenizer': 'bytes',
+  'data.length': 16,
+  'data.source': 'stdlib',
+  'data.files': '',
+}
 # The size of scikit-learn's digits; 17 tokens.
 VIT = ViTConfig(
   image_size=8,
@@ -202,9 +217,85 @@ def pictures(root, classes, counts, size=(8, 8)):
   return root
 
 
+@contextlib.contextmanager
+def compilations():
+  """Yields a list of what JAX compiles meanwhile."""
+  names = []
+
+  def listen(name, seconds, **_):
+    del seconds
+    if 'backend_compile' in name:
+      names.append(name)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield names
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def same(found, expected):
   """Asserts that two trees of arrays, nested or flat, are equal."""
   found, expected = trees.flatten(found), trees.flatten(expected)
   assert found.keys() == expected.keys()
   for name, value in expected.items():
     np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def export_dense(config, folder, seed=0):
+  """Exports a dense model of random weights, as somebody's base model.
+
+  `config` is that of a run on it.
+  """
+  changes = {
+    'train.frozen': None,
+    'train.capacity_warmup_steps': 0,
+    'init': None,
+    'dense': None,
+    'optimizer': OptimizerConfig(),
+    'model': config.model.dense_twin(),
+  }
+  plain = config_lib.replace(config, changes)
+  task = make_task(plain)
+  run = Run(
+    config=plain.model,
+    variables=nn.unbox(jax.jit(task.init)(jax.random.key(seed))),
+    experiment=plain,
+    preprocess=getattr(plain.data, 'preprocess', None),
+    task=task,
+  )
+  export.export(run, folder)
+
+
+def bits(tree):
+  """Returns the type, the shape and the bytes of each leaf; also of keys."""
+
+  def read(x):
+    kind = x.dtype
+    if jnp.issubdtype(kind, jax.dtypes.prng_key):
+      x = jax.random.key_data(x)
+    x = np.asarray(x)
+    return str(kind), x.shape, x.tobytes()
+
+  return [read(x) for x in jax.tree.leaves(tree)]
+
+
+def snapshot(folder):
+  """Returns the contents and the times of all files of a folder."""
+  return {
+    str(p): (p.read_bytes(), p.stat().st_mtime_ns)
+    for p in folder.rglob('*')
+    if p.is_file()
+  }
+
+
+def stored(folder):
+  """Returns type, shape and bytes of each array of safetensors, by name."""
+  found = {}
+  for path in folder.glob('*.safetensors'):
+    with safetensors.safe_open(path, 'numpy') as file:
+      names = file.keys()  # The file itself cannot be iterated over.
+      for name in names:
+        array = file.get_tensor(name)
+        found[name] = (array.dtype.name, array.shape, array.tobytes())
+  return found

@@ -49,13 +49,6 @@ def test_safetensors_carry_the_note_that_hugging_face_wants(tmp_path):
     assert file.metadata() == {'format': 'pt'}
 
 
-def test_directory_with_a_model(tmp_path):
-  path = tmp_path / 'model.safetensors'
-  files.write(path, {'x': np.ones(1, np.float32)})
-  assert files.find(tmp_path) == path
-  assert list(files.read(tmp_path)) == ['x']
-
-
 def test_small_files_do_not_become_large(tmp_path):
   """Nor is less of a packed array read than its hash is of."""
   path = tmp_path / 'w.npz'
@@ -73,11 +66,13 @@ def test_small_files_do_not_become_large(tmp_path):
     files.read(path)
 
 
-def test_directories_without_a_model(tmp_path):
-  with pytest.raises(UserError, match='holds no model.safetensors or pytor'):
-    files.find(tmp_path)
+def test_the_model_of_a_directory(tmp_path):
   (tmp_path / 'pytorch_model.bin').touch()
   assert files.find(tmp_path).name == 'pytorch_model.bin'
+  path = tmp_path / 'model.safetensors'
+  files.write(path, {'x': np.ones(1, np.float32)})
+  assert files.find(tmp_path) == path
+  assert list(files.read(tmp_path)) == ['x']
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ def byte_tokens(count):
   return [*('<s>', '</s>'), *letters][:count]
 
 
-def write(path, family, *, quantised=None, change=None):
+def write(path, family, *, change=None):
   """Writes a golden model as llama.cpp's converter does."""
   config = json.loads((GOLDEN / family / 'config.json').read_text())
   arch = 'llama' if config['model_type'] == 'mistral' else config['model_type']
@@ -95,12 +95,7 @@ def write(path, family, *, quantised=None, change=None):
       count = heads['qk'.index(kind[1])]
       halves = array.reshape(count, 2, -1, *array.shape[1:])
       array = halves.swapaxes(1, 2).reshape(array.shape)
-    array = np.ascontiguousarray(array)
-    if quantised and array.ndim == 2 and array.shape[1] % 32 == 0:
-      data = gguf.quantize(array, quantised)
-      writer.add_tensor(gguf_name(name), data, raw_dtype=quantised)
-    else:
-      writer.add_tensor(gguf_name(name), array)
+    writer.add_tensor(gguf_name(name), np.ascontiguousarray(array))
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()

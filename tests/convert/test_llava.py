@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors
 import tiny
 
 import mod_jax
@@ -69,17 +68,6 @@ def test_rows_of_pictures_and_text_are_those_that_pytorch_was_given():
     assert not placed.images_BIHWC[0, 1].any()
 
 
-def stored(folder):
-  """Returns the bytes of each array of a directory, by name."""
-  found = {}
-  for path in folder.glob('*.safetensors'):
-    with safetensors.safe_open(path, 'numpy') as file:
-      names = file.keys()  # The file itself cannot be iterated over.
-      for name in names:
-        found[name] = file.get_tensor(name).tobytes()
-  return found
-
-
 def test_back_again_every_byte_is_the_same(tmp_path, monkeypatch):
   config, params = model()
   run = mod_jax.load(FOLDER)
@@ -87,7 +75,7 @@ def test_back_again_every_byte_is_the_same(tmp_path, monkeypatch):
   assert run.preprocess.image_size == config.tower.image_size
   monkeypatch.setattr(files, 'SHARD', 20_000)
   mod_jax.export(run, tmp_path / 'a', 'huggingface')
-  assert stored(tmp_path / 'a') == stored(FOLDER)
+  assert tiny.stored(tmp_path / 'a') == tiny.stored(FOLDER)
   assert len(list((tmp_path / 'a').glob('*.safetensors'))) > 1
   fields = [
     json.loads((folder / 'config.json').read_text())
@@ -99,7 +87,9 @@ def test_back_again_every_byte_is_the_same(tmp_path, monkeypatch):
   assert llava.derive(tmp_path / 'b') == config
   assert llava.max_length(tmp_path / 'b') == llava.max_length(FOLDER) == 64
   tiny.same(llava.load(tmp_path / 'b', config), params)
-  assert 'vision_tower.vision_model.pre_layrnorm.bias' in stored(tmp_path / 'b')
+  assert 'vision_tower.vision_model.pre_layrnorm.bias' in tiny.stored(
+    tmp_path / 'b'
+  )
 
 
 def test_names_in_memory_are_read_too(tmp_path):

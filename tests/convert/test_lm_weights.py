@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+import tiny
 
 from mod_jax import trees
 from mod_jax.convert import files
@@ -37,34 +38,6 @@ def test_logits_are_those_of_pytorch(name):
   np.testing.assert_allclose(logits(config, params), EXPECTED[name], atol=1e-4)
 
 
-@pytest.mark.parametrize(
-  ('name', 'change'),
-  [
-    ('llama3', {'rope_scaling': None}),
-    ('llama_linear', {'rope_scaling': None}),
-    ('mistral', {'window': None}),
-    ('mistral', {'window': 6}),
-  ],
-)
-def test_what_a_config_says_is_seen_in_the_logits(name, change):
-  config = convert_lm.derive(GOLDEN / name)
-  params = convert_lm.load(GOLDEN / name, config)
-  changed = logits(dataclasses.replace(config, **change), params)
-  assert np.abs(changed - EXPECTED[name]).max() > 1e-2
-
-
-def stored(folder):
-  """Returns type, shape and bytes of each array of a directory."""
-  found = {}
-  for path in folder.glob('*.safetensors'):
-    with safetensors.safe_open(path, 'numpy') as file:
-      names = file.keys()  # The file itself cannot be iterated over.
-      for name in names:
-        array = file.get_tensor(name)
-        found[name] = (array.dtype.name, array.shape, array.tobytes())
-  return found
-
-
 @pytest.mark.parametrize('name', NAMES)
 def test_back_again_every_byte_is_the_same(name, tmp_path, monkeypatch):
   source = GOLDEN / name
@@ -72,14 +45,14 @@ def test_back_again_every_byte_is_the_same(name, tmp_path, monkeypatch):
   params = convert_lm.load(source, config)
   monkeypatch.setattr(files, 'SHARD', 3000)
   convert_lm.save(tmp_path, params, config, like=source)
-  assert stored(tmp_path) == stored(source)
+  assert tiny.stored(tmp_path) == tiny.stored(source)
   again, there = (
     json.loads((folder / 'config.json').read_text())
     for folder in (tmp_path, source)
   )
   assert again == there
   index = json.loads((tmp_path / 'model.safetensors.index.json').read_text())
-  assert set(index['weight_map']) == set(stored(source))
+  assert set(index['weight_map']) == set(tiny.stored(source))
   assert len(set(index['weight_map'].values())) > 1
   # In one file, over those.
   monkeypatch.undo()
@@ -91,8 +64,8 @@ def test_back_again_every_byte_is_the_same(name, tmp_path, monkeypatch):
   own = tmp_path / 'own'
   convert_lm.save(own, params, config, length=64)
   assert convert_lm.derive(own) == config
-  assert {n: shape for n, (_, shape, _) in stored(own).items()} == {
-    n: shape for n, (_, shape, _) in stored(source).items()
+  assert {n: shape for n, (_, shape, _) in tiny.stored(own).items()} == {
+    n: shape for n, (_, shape, _) in tiny.stored(source).items()
   }
   assert convert_lm.max_length(own) == convert_lm.max_length(source) == 64
   # transformers would take other tokens for the first and last than we have.
@@ -134,7 +107,7 @@ def test_a_routed_models_dense_part_goes_out(tmp_path):
     logits(routed, merged), EXPECTED['mistral'], atol=1e-4
   )
   convert_lm.save(tmp_path, merged, routed, like=source)
-  assert stored(tmp_path) == stored(source)
+  assert tiny.stored(tmp_path) == tiny.stored(source)
 
 
 def copy(name, tmp_path):

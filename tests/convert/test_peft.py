@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiny
 import tokenizers
 
 import mod_jax
@@ -49,9 +50,7 @@ def test_what_is_written_is_read_by_peft(name, tmp_path):
     safetensors.numpy.load_file(folder / 'adapter_model.safetensors')
     for folder in (HERE / name, tmp_path / 'out')
   ]
-  assert files[0].keys() == files[1].keys()
-  for key, array in files[0].items():
-    np.testing.assert_array_equal(array, files[1][key])
+  tiny.same(*files)
   fields = json.loads((tmp_path / 'out' / 'adapter_config.json').read_text())
   assert fields['base_model_name_or_path'] == str(BASES[name])
   np.testing.assert_allclose(REREAD[name], EXPECTED[name], atol=1e-4)

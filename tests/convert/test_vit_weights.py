@@ -6,16 +6,15 @@
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 import shutil
 
 import jax
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import flops, trees
-from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert
 from mod_jax.errors import UserError
@@ -105,12 +104,6 @@ def logits(config, variables):
   return run(variables, expected()['image']).logits_BV
 
 
-def assert_same(found, wanted):
-  assert set(found) == set(wanted)
-  for name, array in wanted.items():
-    np.testing.assert_array_equal(found[name], array, err_msg=name)
-
-
 def edited(tmp_path, name, edit):
   """Returns a copy of golden weights, which `edit` has changed in place."""
   arrays = files.read(weights(name))
@@ -139,21 +132,12 @@ def test_saving_gives_the_librarys_own_file_bit_by_bit(tmp_path, name):
     batch_stats=variables(name).get('batch_stats'),
   )
   found, wanted = files.read(path), files.read(weights(name))
-  assert_same(found, wanted)
+  tiny.same(found, wanted)
   assert {n: a.shape for n, a in found.items()} == {
     n: a.shape for n, a in wanted.items()
   }
   if path.suffix == '.safetensors':
     assert path.read_bytes() == weights(name).read_bytes()
-
-
-def test_from_one_library_to_another(tmp_path):
-  path = tmp_path / 'w.npz'
-  convert.save(path, loaded('timm'), CONFIG, naming='torchvision')
-  there = convert.load(path, CONFIG)
-  convert.save(path, there, CONFIG, naming='huggingface')
-  back = convert.load(path, CONFIG)
-  assert_same(trees.flatten(back), trees.flatten(loaded('timm')))
 
 
 def test_projections_without_bias(tmp_path):
@@ -167,7 +151,7 @@ def test_projections_without_bias(tmp_path):
   assert set(params['block_0']['attention']['query']) == {'kernel'}
   convert.save(tmp_path / 'w.npz', params, config, naming='huggingface')
   back = convert.load(tmp_path / 'w.npz', config)
-  assert_same(trees.flatten(back), trees.flatten(params))
+  tiny.same(back, params)
 
 
 def test_positions_are_resampled_as_timm_does():
@@ -188,10 +172,7 @@ def test_another_resolution():
   before = loaded(name)['position']
   wanted = vit.resize_positions(before, config.num_prefix, 6)
   np.testing.assert_array_equal(params['position'], wanted)
-  assert_same(
-    trees.flatten({**params, 'position': 0}),
-    trees.flatten({**loaded(name), 'position': 0}),
-  )
+  tiny.same({**params, 'position': 0}, {**loaded(name), 'position': 0})
 
 
 def test_another_number_of_classes_makes_new_heads(caplog):
@@ -234,10 +215,7 @@ def test_names_of_hugging_faces_other_classes(tmp_path):
   params = convert.load(
     edited(tmp_path, 'huggingface', bare), config_of('huggingface')
   )
-  assert_same(
-    trees.flatten({**params, 'head': 0}),
-    trees.flatten({**loaded('huggingface'), 'head': 0}),
-  )
+  tiny.same({**params, 'head': 0}, {**loaded('huggingface'), 'head': 0})
 
   def in_memory(arrays):
     for name in list(arrays):
@@ -254,7 +232,7 @@ def test_names_of_hugging_faces_other_classes(tmp_path):
   params = convert.load(
     edited(tmp_path, 'huggingface', in_memory), config_of('huggingface')
   )
-  assert_same(trees.flatten(params), trees.flatten(loaded('huggingface')))
+  tiny.same(params, loaded('huggingface'))
 
 
 def test_of_two_heads_one_is_not_made_up():
@@ -275,26 +253,6 @@ def test_of_two_heads_one_is_not_made_up():
   assert flops.forward(both) - flops.forward(config) == 2 * 18 * 10
 
 
-@pytest.mark.slow
-def test_the_released_sizes_of_deit():
-  """Names and shapes, of which there is no file here."""
-  for config, naming, extra in (
-    (vit.deit_small(), 'timm', 0),
-    (vit.vit_base(image_size=384, distilled=True), 'timm', 3),
-    (vit.deit_tiny(distilled=True, distillation_head=False), 'huggingface', 1),
-  ):
-    shapes = arrays_lib.shapes_of(config)
-    theirs = {
-      entry.theirs: entry.shape(shapes)
-      for entry in convert.names(config, naming)
-    }
-    # 12 arrays a block, or 16 with three projections apart; the rest.
-    per_block = 16 if naming == 'huggingface' else 12
-    assert len(theirs) == 12 * per_block + 8 + extra
-    sizes = sum(math.prod(shape) for shape in theirs.values())
-    assert sizes == flops.num_params(config)
-
-
 class TestDynamicViT:
   def test_a_dense_model_takes_the_backbone_alone(self):
     config = config_of('dynamicvit')
@@ -306,8 +264,8 @@ class TestDynamicViT:
       ),
     ):
       params = convert.load(path, other)
-      assert_same(
-        trees.flatten(params),
+      tiny.same(
+        params,
         {n: a for n, a in flat('dynamicvit').items() if n not in heads()},
       )
 
@@ -328,7 +286,7 @@ class TestDynamicViT:
     assert 'score_predictor.1.out_conv.4.bias' in arrays
     assert 'patch_embed.bn3.running_var' in arrays
     back = convert.load_variables(path, config)
-    assert_same(trees.flatten(back), trees.flatten(own))
+    tiny.same(back, own)
 
 
 def heads():
@@ -354,7 +312,7 @@ def heads():
 def test_routed_models_start_from_dense_weights(tmp_path, config, extra):
   params = convert.load(TIMM, config, key=jax.random.key(3))
   flat, dense = trees.flatten(params), trees.flatten(loaded('timm'))
-  assert_same({name: flat[name] for name in dense}, dense)
+  tiny.same({name: flat[name] for name in dense}, dense)
   new = set(flat) - set(dense)
   if extra is None:
     assert new
@@ -366,15 +324,15 @@ def test_routed_models_start_from_dense_weights(tmp_path, config, extra):
       # Zeros would tie, and tokens be chosen by their place.
       assert np.std(flat[name]) > 0
   convert.save(tmp_path / 'w.npz', params, config)
-  assert_same(files.read(tmp_path / 'w.npz'), files.read(TIMM))
+  tiny.same(files.read(tmp_path / 'w.npz'), files.read(TIMM))
 
 
 def test_fewer_layers_of_the_same_weights():
   config = CONFIG.isoflop_twin(1)
   params = convert.load(TIMM, config, truncate=True)
   dense = trees.flatten(loaded('timm'))
-  assert_same(
-    trees.flatten(params),
+  tiny.same(
+    params,
     {n: a for n, a in dense.items() if not n.startswith('block_1/')},
   )
   # The rest of a deeper model is not made up.

@@ -1,6 +1,5 @@
 """Balanced draws and class weights of folders with classes of unequal size."""
 
-import collections
 import dataclasses
 import itertools
 import json
@@ -68,31 +67,6 @@ def test_every_class_is_drawn_equally_often(folder, seed):
   assert len(set(itertools.batched(by_class[1], 12))) == 2
 
 
-def test_draws_depend_on_the_seed(folder):
-  first, again, other = (drawn(folder, 30, seed=seed) for seed in (0, 0, 1))
-  assert first == again
-  assert first[0] != other[0]
-  assert first[1] != other[1]
-
-
-def test_uniform_draws_are_as_many_as_pictures(folder):
-  uniform = dataclasses.replace(folder, sampling='uniform')
-  labels, _ = drawn(uniform, 16)
-  assert collections.Counter(labels) == dict(enumerate(SIZES.values()))
-
-
-@pytest.mark.parametrize('stop', [0, 1, 7])
-def test_resume(folder, stop):
-  config = dataclasses.replace(folder, augment=MIXED)
-  iterator = train(config, seed=3)
-  take(iterator, stop)
-  state = json.loads(json.dumps(iterator.get_state()))
-  expected = take(iterator, 8)
-  resumed = train(config, seed=3)
-  resumed.set_state(state)
-  assert_same(take(resumed, 8), expected)
-
-
 def test_any_number_of_hosts_gets_the_same_batches(folder):
   config = dataclasses.replace(folder, augment=MIXED)
   alone = train(config, batch_size=6, seed=2)
@@ -131,11 +105,3 @@ def test_weights(folder):
   wrong = dataclasses.replace(folder, class_weights=(('A', 2),))
   with pytest.raises(errors.UserError, match="'A' among .*mean 'a'"):
     images.class_weights(wrong)
-
-
-def test_weights_of_the_digits():
-  config = images.ImageDataConfig(class_weights='balanced')
-  weight_V = images.class_weights(config)
-  assert weight_V.shape == (10,)
-  np.testing.assert_allclose(weight_V, 1, atol=0.05)
-  assert len(set(weight_V.tolist())) > 1

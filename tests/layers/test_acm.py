@@ -12,7 +12,6 @@ import scipy.special
 
 from mod_jax.layers import acm
 from mod_jax.layers.acm import ACM, ACMConfig
-from mod_jax.layers.mlp import MLPConfig
 
 B, L, N = 2, 7, 3
 FFN = ACMConfig(
@@ -231,20 +230,3 @@ def test_computes_in_the_type_that_is_asked_for(mode):
   assert y.dtype == jnp.bfloat16
   np.testing.assert_allclose(y.astype(np.float32), want, atol=0.3, rtol=0.03)
   assert choice.logits_BLM.dtype == jnp.float32
-
-
-@pytest.mark.parametrize('learners', [4, 16])
-class TestSizes:
-  def test_an_ffn_costs_what_it_replaces(self, learners):
-    config = acm.ffn_config(768, 3072, num_learners=learners)
-    assert config.hidden == 3072 // learners
-    assert config.num_choices == learners + 1
-    dense = MLPConfig(width=768, hidden=3072, kind='gelu').flops(1)['mlp']
-    assert learners * config.learner_flops == dense
-    assert 0.005 < config.gate_flops / dense <= 0.01
-
-  def test_a_projection_costs_what_it_replaces(self, learners):
-    config = acm.projection_config(768, 768, num_learners=learners)
-    assert config.hidden == 384 // learners  # 96 for four, as in the paper.
-    assert config.num_choices == learners
-    assert learners * config.learner_flops == 2 * 768**2

@@ -1,6 +1,5 @@
 """The dense block: attention, rotary positions, MLP."""
 
-import dataclasses
 import functools
 
 from flax import linen as nn
@@ -11,7 +10,6 @@ import pytest
 
 from mod_jax.layers import rope, token_info
 from mod_jax.layers.attention import Attention, AttentionConfig
-from mod_jax.layers.block import Block
 from mod_jax.layers.mlp import MLP, MLPConfig
 
 B, L, D = 2, 7, 8
@@ -25,68 +23,6 @@ def apply(module, variables, *args):
 @pytest.fixture(scope='module')
 def x_BLD():
   return jax.random.normal(jax.random.key(1), (B, L, D))
-
-
-@pytest.fixture(scope='module')
-def params(block_config, token_info, x_BLD):
-  info = token_info(jnp.zeros((B, L), int))
-  init = jax.jit(Block(block_config).init)
-  return nn.unbox(init(jax.random.key(0), x_BLD, info))['params']
-
-
-class TestBlock:
-  def update(self, block_config, params, x_BLD, info):
-    done = apply(Block(block_config), {'params': params}, x_BLD, info)
-    assert done.cache is None
-    assert not done.aux
-    return done.update_BLD
-
-  @pytest.mark.parametrize('first', [1, -1])
-  def test_segments_and_padding_hide_keys(
-    self, block_config, block_oracle, token_info, params, x_BLD, first
-  ):
-    position_BL = np.array([[0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 2, 3, 4]])
-    segment_BL = np.array([[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 2, 2]])
-    segment_BL += first  # Documents may be numbered by anything.
-    valid_BL = np.array([[1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1]]) > 0
-    info = token_info(position_BL, jnp.array(valid_BL), jnp.array(segment_BL))
-    update_BLD = self.update(block_config, params, x_BLD, info)
-    expected = block_oracle(
-      params, block_config, x_BLD, position_BL, valid_BL, segment_BL
-    )
-    assert jnp.isfinite(update_BLD).all()
-    np.testing.assert_allclose(
-      update_BLD[valid_BL], expected[valid_BL], atol=1e-5
-    )
-
-  def test_bfloat16_computes_in_it_and_keeps_float32_parameters(
-    self, block_config, token_info, params, x_BLD
-  ):
-    config = dataclasses.replace(block_config, dtype='bfloat16')
-    info = token_info(jnp.broadcast_to(jnp.arange(L), (B, L)))
-    init = jax.eval_shape(Block(config).init, jax.random.key(0), x_BLD, info)
-    assert {x.dtype for x in jax.tree.leaves(init)} == {jnp.dtype('float32')}
-    update_BLD = self.update(config, params, x_BLD.astype('bfloat16'), info)
-    assert update_BLD.dtype == jnp.bfloat16
-    exact_BLD = self.update(block_config, params, x_BLD, info)
-    np.testing.assert_allclose(
-      update_BLD.astype('float32'), exact_BLD, atol=0.1
-    )
-
-
-class TestAttention:
-  def test_not_causal_sees_all(self, x_BLD):
-    config = AttentionConfig(
-      width=D, num_heads=2, num_kv_heads=2, head_dim=4, causal=False
-    )
-    info = token_info.TokenInfo(jnp.zeros((B, L), int))
-    module = Attention(config)
-    init = jax.jit(module.init)
-    variables = nn.unbox(init(jax.random.key(0), x_BLD, info))
-    update_BLD = apply(module, variables, x_BLD, info).update_BLD
-    flipped_BLD = apply(module, variables, x_BLD[:, ::-1], info).update_BLD
-    # Without positions and order, attention commutes with permutations.
-    np.testing.assert_allclose(flipped_BLD[:, ::-1], update_BLD, atol=1e-5)
 
 
 class TestRope:

@@ -5,8 +5,6 @@ import functools
 import math
 
 from flax import linen as nn
-import hypothesis
-from hypothesis import strategies
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,29 +161,6 @@ class TestForward:
     assert bool(dropped) == (config.experts.choice == 'token')
     if config.experts.choice == 'token':  # After training nothing is dropped.
       check(config, Mode(), valid_BL, None)
-
-  @hypothesis.given(
-    strategies.integers(0, 2**32 - 1),
-    # Each number is compiled anew.
-    strategies.sampled_from([1, 4]),
-    strategies.sampled_from([1, 3, 8]),
-    strategies.integers(0, 8),
-  )
-  def test_no_choice_is_lost_or_doubled(self, seed, experts, slots, limit):
-    # Under any capacity; slots alone, without a model.
-    wanted_BLE = np.random.default_rng(seed).random((1, 8, experts)) < 0.5
-    slot_BLE = np.asarray(
-      routing.give_slots(jnp.array(wanted_BLE), slots, jnp.array([limit]))
-    )
-    given = slot_BLE < experts * slots
-    assert not (given & ~wanted_BLE).any()
-    used = slot_BLE[given]
-    assert len(set(used)) == len(used)
-    room = min(slots, limit)
-    for e in range(experts):
-      want = np.flatnonzero(wanted_BLE[0, :, e])
-      assert np.flatnonzero(given[0, :, e]).tolist() == want[:room].tolist()
-      assert (slot_BLE[0, :, e][given[0, :, e]] // slots == e).all()
 
   @pytest.mark.parametrize('name', ['one choice', 'experts choose'])
   def test_masked_tokens_of_a_pruned_model_are_as_padding(self, name):

@@ -132,14 +132,6 @@ def test_a_model_that_merges(dense, images):
     np.testing.assert_allclose(got, grads[name], 2e-3, 2e-3, err_msg=name)
 
 
-@pytest.mark.slow
-def test_with_r_of_0_it_is_the_dense_model(dense):
-  config = dense[0]
-  merging = dataclasses.replace(config, reduction=ToMe(r=0))
-  assert merging.stack == config.stack
-  assert flops.forward(merging) == flops.forward(config)
-
-
 def test_equal_tokens_count_as_often_as_they_were(dense, images):
   """Proportional attention: merging what is equal changes nothing.
 

@@ -1,4 +1,7 @@
-"""Attention and blocks as images use them: norm, biases, masks, scores."""
+"""Attention and blocks as images use them: masks, scores, extremes.
+
+What a block computes is compared with other libraries: `convert/`.
+"""
 
 import dataclasses
 import functools
@@ -9,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import special
 
 from mod_jax.layers.attention import (
   AttentionConfig,
@@ -150,33 +152,6 @@ CONFIG = BlockConfig(
 )
 
 
-def oracle(params, config, x_BLD):
-  """Returns a block's update and its attention map, in float64."""
-  params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-  x_BLD = np.asarray(x_BLD, np.float64)
-
-  def norm(x, name):
-    x = x - x.mean(axis=-1, keepdims=True)
-    x /= np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.norm_epsilon)
-    return x * params[name]['scale'] + params[name]['bias']
-
-  def linear(x, module, contract=1):
-    y = np.tensordot(x, module['kernel'], contract)
-    return y + module.get('bias', 0)
-
-  attention = params['attention']
-  h = norm(x_BLD, 'attention_norm')
-  q, k, v = (linear(h, attention[n]) for n in ('query', 'key', 'value'))
-  weight, out = attend(
-    q, k, v, np.ones((*x_BLD.shape[:2], x_BLD.shape[1]), bool)
-  )
-  attended = config.residual_scale * linear(out, attention['out'], 2)
-  h = linear(norm(x_BLD + attended, 'mlp_norm'), params['mlp']['up'])
-  h *= special.ndtr(h)  # Exact GELU.
-  mixed = linear(h, params['mlp']['down'])
-  return attended + config.residual_scale * mixed, weight
-
-
 @pytest.fixture(scope='module')
 def x_BLD():
   return 2 * jax.random.normal(jax.random.key(1), (B, L, D)) + 1
@@ -203,44 +178,16 @@ def apply(module, params, x_BLD, info, rngs=None):
   return module.apply({'params': params}, x_BLD, info, rngs=rngs)
 
 
-class TestBlock:
-  def test_is_the_oracle(self, params, x_BLD, info):
-    done = apply(Block(CONFIG), params, x_BLD, info)
-    want, _ = oracle(params, CONFIG, x_BLD)
-    np.testing.assert_allclose(done.update_BLD, want, atol=2e-5, rtol=1e-4)
-    assert 'attention' not in done.aux
-
-  def test_large_offsets_do_not_spoil_the_variance(self, params, info):
-    # Mean square less squared mean would lose all digits here.
-    x_BLD = 1e4 + jax.random.normal(jax.random.key(4), (B, L, D))
-    done = apply(Block(CONFIG), params, x_BLD, info)
-    want, _ = oracle(params, CONFIG, x_BLD)
-    np.testing.assert_allclose(done.update_BLD, want, atol=0.02)
+def test_large_offsets_do_not_spoil_the_variance(params, info):
+  # Mean square less squared mean would lose all digits here.
+  x_BLD = jax.random.normal(jax.random.key(4), (B, L, D))
+  done, want = (
+    apply(Block(CONFIG), params, x + x_BLD, info) for x in (1e4, 0.0)
+  )
+  np.testing.assert_allclose(done.update_BLD, want.update_BLD, atol=0.02)
 
 
 class TestScore:
-  def test_mean_is_that_of_the_map_s_columns(self, params, x_BLD, info):
-    done = apply(Block(CONFIG, 'mean'), params, x_BLD, info)
-    want, weight = oracle(params, CONFIG, x_BLD)
-    np.testing.assert_allclose(
-      done.aux['attention'], weight.mean(axis=(1, 2)), atol=1e-6
-    )
-    np.testing.assert_allclose(done.aux['attention'].sum(axis=-1), 1, atol=1e-6)
-    # What it is asked to tell changes nothing of what it does.
-    np.testing.assert_allclose(done.update_BLD, want, atol=2e-5, rtol=1e-4)
-
-  def test_first_is_the_class_token_s(self, params, x_BLD, info):
-    module = Block(CONFIG, 'first')
-    done = apply(module, params, x_BLD, info)
-    _, weight = oracle(params, CONFIG, x_BLD)
-    want_BL = weight[:, :, 0].mean(axis=1)
-    np.testing.assert_allclose(done.aux['attention'], want_BL, atol=1e-6)
-    # Dropped tokens receive none.
-    info = info.replace(keep_BL=jnp.array(KEEP_BL))
-    score_BL = apply(module, params, x_BLD, info).aux['attention']
-    assert not score_BL[KEEP_BL == 0].any()
-    np.testing.assert_allclose(score_BL.sum(axis=-1), 1, atol=1e-6)
-
   @pytest.mark.parametrize('score', ['mean', 'first'])
   def test_is_float32_under_bfloat16(self, params, x_BLD, info, score):
     config = dataclasses.replace(CONFIG, dtype='bfloat16')

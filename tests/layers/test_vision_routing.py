@@ -199,9 +199,3 @@ class TestPlacement:
   )
   def test_gates(self, changes, gate):
     assert VisionRoutingConfig(**changes).gate_kind == gate
-
-
-def test_flops_of_attention_routing_are_the_block_s_alone():
-  assert make().config.flops(L) == BLOCK.flops(4)
-  learned = make(score='learned').config
-  assert learned.flops(L)['router'] == 2 * L * D

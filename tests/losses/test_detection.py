@@ -130,17 +130,6 @@ def test_losses_against_numpy():
     np.testing.assert_allclose(pair, (total, count), rtol=1e-5)
 
 
-def test_order_and_padding_of_targets_do_not_matter():
-  logits, boxes, label, target = drawn(5)
-  wanted = set_losses(logits, boxes, label, target)
-  order = np.array([3, 0, 4, 1, 2])
-  target = np.where(label[..., None] < 0, 7.0, target)  # Outside.
-  found = set_losses(logits, boxes, label[:, order], target[:, order])
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted
-  )
-
-
 def test_pictures_without_objects():
   logits, boxes, label, target = drawn(6, real=(0, 0, 0, 0))
 

@@ -155,12 +155,6 @@ class TestPathBalance:
     assert count == seen_N.size
     np.testing.assert_allclose(total / count, want, rtol=1e-5)
 
-  def test_is_one_at_balance(self):
-    # A quarter wants in, and the mean probability is a quarter.
-    logit_BL = np.log([[0.7 / 0.3] + 3 * [0.1 / 0.9]])
-    total, count = losses.path_balance(jnp.float32(logit_BL), 0.25)
-    np.testing.assert_allclose(total / count, 1, rtol=1e-5)
-
   @pytest.mark.parametrize(
     ('logit', 'sign'), [(3.0, 1), (0.1, 1), (-0.1, -1), (-1.0, -1)]
   )

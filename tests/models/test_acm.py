@@ -15,7 +15,7 @@ import tiny
 from mod_jax import flops, trees
 from mod_jax.layers import stack
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
-from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import acm, lm, vit
 from mod_jax.models.acm import acmize
 from mod_jax.models.lm import LMConfig
@@ -186,15 +186,11 @@ class TestFlops:
     modules = acm.modules(base)
     assert modules['block_3/attention/out'].hidden == 96
     assert modules['block_3/mlp'].hidden == 768
-
-  def test_a_routed_block_s_learners_run_on_the_chosen_alone(self):
-    routed = dataclasses.replace(
-      BOTH, routing=VisionRoutingConfig(capacity=0.5)
-    )
-    rows = dict(routed.flops_table())
-    every = rows['block_0']['learners']
-    assert rows['block_1 (routed)']['learners'] == every * 2 // 5
-    assert rows['block_1 (routed)']['gate'] == rows['block_0']['gate'] * 2 // 5
+    for module, replaced in (
+      (modules['block_3/attention/out'], 2 * 768**2),
+      (modules['block_3/mlp'], 2 * 2 * 768 * 3072),
+    ):
+      assert 4 * module.learner_flops == replaced
 
   @pytest.mark.parametrize('mlp', ['gelu', 'swiglu'])
   def test_a_language_models_ffn_costs_what_it_replaces(self, mlp):

@@ -130,24 +130,6 @@ def test_each_image_routes_a_share_of_its_own_kept_tokens():
     assert found[name].valid_BL.sum(axis=-1).tolist() == want
 
 
-class TestEachPartInFull:
-  """A part that leaves nothing out is none."""
-
-  def agree(self, one, other):
-    np.testing.assert_allclose(one.logits_BV, other.logits_BV, atol=1e-5)
-
-  def test_keeping_all_patches(self, removed):
-    every = run(dataclasses.replace(CONFIG, keep=1.0))
-    self.agree(every, run(CONFIG.backbone))
-    assert jnp.abs(every.logits_BV - removed.logits_BV).max() > 1e-3
-
-  def test_routing_all_tokens(self, removed):
-    whole = VisionRoutingConfig(capacity=1.0)
-    every = run(CONFIG.with_parts(routing=whole))
-    self.agree(every, run(CONFIG.with_parts(routing=None)))
-    assert jnp.abs(every.logits_BV - removed.logits_BV).max() > 1e-3
-
-
 @pytest.mark.slow
 def test_experts_stand_between_routing_and_learners():
   config = PRUNED.with_parts(

@@ -12,7 +12,6 @@ from mod_jax import flops
 from mod_jax.layers import stack
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
-from mod_jax.models import detr
 from mod_jax.models.detr import DETRConfig
 
 pytestmark = pytest.mark.slow
@@ -241,20 +240,3 @@ def test_tokens_tell_their_place_where_that_is_asked_for():
     spreads[placed] = float(jnp.std(encoded.x_BLD, axis=1).max())
   assert spreads[False] < 1e-5
   assert spreads[True] > 0.1
-
-
-def test_places_of_a_padded_picture():
-  """The last row and column are 2π, whatever the padding."""
-  valid_BHW = np.zeros((1, 5, 7), bool)
-  valid_BHW[:, :3, :4] = True
-  found = detr.sine_places(jnp.asarray(valid_BHW), 8, 1e4)
-  wanted = detr.sine_places(jnp.ones((1, 3, 4), bool), 8, 1e4)
-  np.testing.assert_allclose(found[:, :3, :4], wanted, atol=1e-6)
-  row, column = np.pi * 2 / 3, np.pi * 2 / 4
-  first = [
-    f(x * scale)
-    for x in (row, column)
-    for scale in (1, 0.01)
-    for f in (np.sin, np.cos)
-  ]
-  np.testing.assert_allclose(wanted[0, 0, 0], first, atol=1e-5)

@@ -16,7 +16,7 @@ from mod_jax import errors, losses
 from mod_jax.layers.attention import attention_map
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import dynamic_vit, vit
-from mod_jax.models.dynamic_vit import DynamicViTConfig, PredictionHead
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 
 B, N, V, D = 3, 16, tiny.VIT.num_classes, tiny.VIT.width
 BACKBONE = dataclasses.replace(tiny.VIT, image_size=16, patch_size=4)
@@ -242,52 +242,6 @@ class TestDecisions:
   def test_training_needs_its_stream(self, variables):
     with pytest.raises(flax_errors.InvalidRngError, match='gumbel'):
       jax.eval_shape(CONFIG.build(train=True).apply, variables, IMAGES)
-
-
-class TestPredictionHead:
-  @staticmethod
-  @jax.jit
-  def run(params, x_BND, keep_BN):
-    def loss(params, x_BND, keep_BN):
-      log_BN2 = PredictionHead().apply({'params': params}, x_BND, keep_BN)
-      return log_BN2[..., 0].sum(), log_BN2
-
-    return jax.grad(loss, (0, 1, 2), has_aux=True)(params, x_BND, keep_BN)
-
-  def oracle(self, params, x_BND, keep_BN):
-    def linear(i, x):
-      module = params[f'linear_{i}']
-      return x @ np.asarray(module['kernel'], np.float64) + module['bias']
-
-    def gelu(x):
-      return x * special.ndtr(x)
-
-    x = x_BND - x_BND.mean(axis=-1, keepdims=True)
-    x /= np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5)
-    x = gelu(linear(0, x * params['norm']['scale'] + params['norm']['bias']))
-    local, share = x[..., : D // 2], x[..., D // 2 :]
-    mean = np.stack(
-      [h[k > 0].mean(axis=0) for h, k in zip(share, keep_BN, strict=True)]
-    )
-    x = np.concatenate(
-      [local, np.repeat(mean[:, None], x.shape[1], axis=1)], axis=-1
-    )
-    x = linear(3, gelu(linear(2, gelu(linear(1, x)))))
-    return x - special.logsumexp(x, axis=-1, keepdims=True)
-
-  def test_is_the_oracle(self, variables):
-    params = variables['params']['prediction_0']
-    assert params['linear_3']['kernel'].shape == (D // 4, 2)
-    rng = np.random.default_rng(0)
-    x_BND = rng.normal(size=(B, N, D))
-    keep_BN = (rng.random((B, N)) < 0.5).astype(np.float32)
-    _, log_BN2 = self.run(params, x_BND.astype(np.float32), keep_BN)
-    want = self.oracle(params, x_BND, keep_BN)
-    assert want[..., 0].std() > 0.1
-    np.testing.assert_allclose(log_BN2, want, atol=1e-4)
-    # What was dropped counts in no mean, but is told its own odds.
-    every = self.oracle(params, x_BND, np.ones((B, N)))
-    assert np.abs(every - want).max() > 0.01
 
 
 TARGET_BV = np.eye(V)[:B]

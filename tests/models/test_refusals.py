@@ -13,7 +13,7 @@ from mod_jax import sampling
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
@@ -101,7 +101,6 @@ def adapted(model=tiny.VIT, **options):
     (pruned, {'stages': (1, 3)}, 'from 0 to 1'),
     (pruned, {'keep': (0.5,)}, 'a fraction for each stage'),
     (pruned, {'keep': (0.5, 0.7)}, 'none larger than the one before'),
-    (pruned, {'score': 'clas_attention'}, 'class_attention'),
     (pruned, {'score': 'class_attention'}, 'stages without 0'),
     (
       pruned,
@@ -125,7 +124,6 @@ def adapted(model=tiny.VIT, **options):
       },
       'block=1: .*like block 0.*scan',
     ),
-    (Mode, {'learners': 'all'}, "learners='all'"),
     (
       ExperimentConfig,
       {

@@ -171,15 +171,6 @@ class TestOfAFile:
     assert run.classes is None
     assert run.preprocess.crop_fraction == 1  # It resizes the whole picture.
 
-  def test_what_is_not_followed_is_named(self, directory, caplog):
-    pictures = directory / 'preprocessor_config.json'
-    pictures.write_text('{"do_pad": true, "size": 64}')
-    with caplog.at_level('WARNING', 'absl'):
-      run = mod_jax.load(directory)
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert 'do_pad=True; pictures of 64 pixels a side' in message
-    assert run.preprocess.image_size == 32
-
   def test_what_nobody_tells_is_said(self, tmp_path, caplog):
     file = tmp_path / 'weights.safetensors'
     shutil.copy(GOLDEN / 'vit_timm.safetensors', file)

@@ -32,14 +32,6 @@ class TestGate:
 
 
 class TestGaussian:
-  def test_new_key_new_draw(self):
-    first = routing.gaussian_scores(jax.random.key(0), (2, 50))
-    again = routing.gaussian_scores(jax.random.key(0), (2, 50))
-    other = routing.gaussian_scores(jax.random.key(1), (2, 50))
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).all()
-    assert (first[0] != first[1]).all()
-
   @pytest.mark.parametrize('capacity', [0.125, 0.9])
   def test_threshold_passes_the_capacity(self, capacity):
     score = routing.gaussian_scores(jax.random.key(2), (40_000,))

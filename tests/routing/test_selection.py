@@ -63,32 +63,12 @@ class TestSelectTokens:
       score_BK, np.take_along_axis(score_BL, np.asarray(index_BK), -1)
     )
 
-  @pytest.mark.parametrize('shape', [(LENGTH,), (2, 3, LENGTH)])
-  def test_takes_any_leading_shape(self, shape):
-    score = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    index, chosen = select_tokens(score, 3)
-    expected = np.sort(np.argsort(-score, axis=-1)[..., :3], axis=-1)
-    np.testing.assert_array_equal(index, expected)
-    assert chosen.shape == (*shape[:-1], 3)
-
   def test_keeps_bfloat16_and_breaks_its_ties_by_position(self):
     # 1.001 and 1.002 are one number in bfloat16.
     score_BL = jnp.array([[0.5, 1.001, 1.002, 2.0]], jnp.bfloat16)
     index_BK, score_BK = select_tokens(score_BL, 2)
     assert index_BK.tolist() == [[1, 3]]
     assert score_BK.dtype == jnp.bfloat16
-
-  def test_gradient_reaches_the_chosen_scores_only(self):
-    score_L = jnp.array([0.3, -1.0, 2.0, 0.9, -0.2])
-    weight_K = jnp.array([2.0, 5.0])
-
-    def loss(score_L):
-      index_K, score_K = routing.select_tokens(score_L, 2)
-      # The indices take part, yet carry no gradient.
-      return jnp.sum(weight_K * score_K) + jnp.sum(index_K * 1.0)
-
-    grad_L = jax.grad(loss)(score_L)
-    assert grad_L.tolist() == [0, 0, 2, 5, 0]
 
 
 class TestSelectTopK:
@@ -165,36 +145,9 @@ class TestMoves:
         expected[row, position] += np.asarray(update.astype(dtype))[row, slot]
     np.testing.assert_array_equal(added, expected)
 
-  def test_gradient_of_scatter_is_gather_beside_the_identity(self):
-    index_BK = jnp.array([[1, 2], [0, 3]])
-    weight_BLD = jnp.arange(1.0, 25.0).reshape(2, 4, 3)
-
-    def loss(x_BLD, update_BKD):
-      y_BLD = routing.scatter_add_tokens(x_BLD, index_BK, update_BKD)
-      return jnp.sum(weight_BLD * y_BLD)
-
-    grads = jax.grad(loss, (0, 1))(jnp.ones((2, 4, 3)), jnp.ones((2, 2, 3)))
-    np.testing.assert_array_equal(grads[0], weight_BLD)
-    for row in range(2):
-      np.testing.assert_array_equal(
-        grads[1][row], weight_BLD[row, index_BK[row]]
-      )
-
 
 class TestNumChosen:
-  @pytest.mark.parametrize(
-    ('capacity', 'length', 'expected'),
-    [
-      (0.125, 2048, 256),
-      (0.125, 15, 1),
-      (0.125, 1, 1),
-      (1.0, 9, 9),
-      (0.29, 100, 29),  # As floats, 28.999999999999996.
-    ],
-  )
-  def test_known_counts(self, capacity, length, expected):
-    assert routing.num_chosen(capacity, length) == expected
-
+  @hypothesis.example(290, 100)  # As floats, 28.999999999999996.
   @hypothesis.given(st.integers(1, 1000), st.integers(1, 100_000))
   def test_is_the_floor_of_the_decimal_product(self, thousandths, length):
     exact = fractions.Fraction(thousandths, 1000) * length

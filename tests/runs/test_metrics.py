@@ -22,25 +22,6 @@ from mod_jax.runs import metrics
 from mod_jax.runs.metrics import MetricWriter
 
 
-def test_mean_does_not_depend_on_the_batches():
-  rng = np.random.default_rng(0)
-  values = rng.integers(0, 99, 12).astype(np.float32)
-
-  def of(part):
-    return {'loss': (jnp.sum(part), jnp.asarray(len(part), jnp.float32))}
-
-  def by(cuts):
-    total = {}
-    for part in np.split(values, cuts):
-      total = sums.add(total, of(part))
-    return metrics.finalize(total)
-
-  assert by([1, 5]) == by([6]) == {'loss': float(np.mean(values))}
-  # The mean of the means is another number.
-  means = [np.mean(part) for part in np.split(values, [1, 5])]
-  assert by([1, 5])['loss'] != pytest.approx(np.mean(means))
-
-
 def test_what_only_one_side_measured_and_what_nobody_did():
   a = {'x': (1.0, 2.0)}
   both = sums.add(a, {'y': (3.0, 4.0), 'x': (1.0, 2.0), 'z': (0.0, 0.0)})

@@ -4,23 +4,18 @@ import json
 import shutil
 
 import chex
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import make_config as make_language_config
 from tiny_task import Tiny, load, make_config, train
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax.errors import UserError
-from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.runs import checkpoints as checkpoints_lib
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.run_config import RunConfig
-from mod_jax.tasks import make_task
 from mod_jax.train import evaluation, loop
 from mod_jax.train import task as task_lib
 
@@ -183,41 +178,6 @@ class TestStart:
     with loop.build(Tiny(config), config, tmp_path / 'run') as run:
       kernel = run.state.params['router']['kernel']
       np.testing.assert_array_equal(kernel, 1.0)
-
-  def test_a_dense_language_model_becomes_a_routed_one(self, tmp_path):
-    routing = MoDConfig(
-      capacity=0.5, period=1, offset=0, predictor_width=4, threshold_decay=0.9
-    )
-
-    def variables(routing, seed):
-      config = make_language_config('*.txt', routing)
-      task = make_task(config)
-      shapes = nn.unbox(jax.eval_shape(task.init, jax.random.key(0)))
-      rng = np.random.default_rng(seed)
-      fresh = jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), dict(shapes)
-      )
-      return config, task, fresh.pop('params'), fresh
-
-    for i, (before, after) in enumerate(
-      [(None, routing), (routing, None), (routing, routing)]
-    ):
-      config, _, params, model_state = variables(before, seed=1)
-      workdir = tmp_path / str(i)
-      workdir_lib.claim(workdir, config)
-      directory = workdir_lib.checkpoints(workdir)
-      with checkpoints_lib.Checkpointer(directory, config.checkpoint) as saver:
-        saver.save(1, {'params': params, 'model_state': model_state})
-      _, task, fresh, fresh_state = variables(after, seed=2)
-      started, moved = task.start(fresh, fresh_state, str(workdir))
-      # What the source has comes from it, and the rest is fresh.
-      expected = fresh | {'block_0': fresh['block_0'] | params['block_0']}
-      if not after:
-        del expected['block_0']['router'], expected['block_0']['predictor']
-      expected |= {k: v for k, v in params.items() if k != 'block_0'}
-      chex.assert_trees_all_equal(started, expected)
-      wanted = model_state if before and after else fresh_state
-      chex.assert_trees_all_equal(moved, wanted)
 
 
 def test_a_task_need_not_start_from_anything(source, tmp_path, monkeypatch):

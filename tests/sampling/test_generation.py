@@ -262,25 +262,6 @@ class TestTightCaches:
     assert got.routed < exact.routed
     assert (got.tokens_BN != exact.tokens_BN).any()
 
-  def test_routed_layers_have_smaller_caches(self):
-    config = dataclasses.replace(
-      BASE,
-      num_layers=3,
-      routing=MoDConfig(capacity=(0.125, 0.5), offset=0),
-    )
-
-    def slots(mode):
-      cache = lm.LMCache.empty(config, 2, 64, mode)
-      for block in cache.blocks:
-        assert block.key_BGSC.shape == (2, 2, block.slots, 4)
-        assert block.value_BGSC.shape == (2, 2, block.slots, 4)
-      return [block.slots for block in cache.blocks]
-
-    drop = RoutingMode(rule='router', overflow='drop')
-    assert slots(drop) == [10, 64, 40]
-    assert slots(dataclasses.replace(drop, slack=1.0)) == [8, 64, 32]
-    assert slots(RoutingMode(rule='router')) == [64, 64, 64]
-
 
 class TestEndToken:
   mode = RoutingMode(rule='router')

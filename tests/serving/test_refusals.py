@@ -31,6 +31,13 @@ def make(config=MOD, **kwargs):
     ([1], {'top_p': 0.0}, 'top_p=0.0'),
     ([1], {'seed': -1}, 'seed=-1'),
     ([1], {'stop': ['']}, 'none of them empty'),
+    ([1], {'frequency_penalty': 2.1}, 'frequency_penalty=2.1: expected -2 to'),
+    ([1], {'presence_penalty': float('nan')}, 'presence_penalty=nan'),
+    ([1], {'logit_bias': {30: 1}}, 'logit_bias={30: 1}: expected tokens'),
+    ([1], {'logit_bias': {1: 101}}, 'numbers from -100 to 100'),
+    ([1], {'num_likeliest': 21}, 'num_likeliest=21: expected 0 to 20'),
+    ([1], {'min_p': 2}, 'min_p=2'),
+    ([1], {'schema': {}}, 'no tokenizer: give no schema'),
     ('text', {}, 'no tokenizer'),
   ],
 )

@@ -88,10 +88,6 @@ def alone(run):
   return Engine(run, slots=2)
 
 
-def test_models(client):
-  assert [model.id for model in client.models.list()] == ['tiny']
-
-
 def test_a_completion_is_the_engines(client, alone):
   asked = {'max_tokens': 9, 'seed': 3, 'temperature': 0.8, 'top_p': 0.9}
   found = client.completions.create(

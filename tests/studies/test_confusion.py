@@ -1,22 +1,21 @@
 """What a model confuses, against scikit-learn and by hand."""
 
 import csv
+import dataclasses
 import functools
 import io
 
-from flax import linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 import pytest
 from sklearn import metrics
+import tiny
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax.data import images as images_lib
 from mod_jax.data.images import ImageDataConfig
-from mod_jax.models.vit import ViTConfig
 from mod_jax.studies import confusion
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -24,14 +23,7 @@ from mod_jax.train import evaluation
 
 pytestmark = pytest.mark.slow
 
-MODEL = ViTConfig(
-  image_size=8,
-  patch_size=4,
-  num_classes=3,
-  num_layers=1,
-  width=8,
-  num_heads=2,
-)
+MODEL = dataclasses.replace(tiny.VIT, patch_size=4, num_classes=3, num_layers=1)
 COUNTS = {'cat': 5, 'dog': 3, 'emu': 9}
 
 
@@ -55,13 +47,7 @@ def folder(tmp_path_factory):
 
 @functools.cache
 def params_of():
-  rngs = {'params': jax.random.key(0), 'routing': jax.random.key(0)}
-  params = MODEL.build().init(rngs, MODEL.example())['params']
-  rng = np.random.default_rng(1)
-  return jax.tree.map(
-    lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), jnp.float32),
-    nn.unbox(params),
-  )
+  return tiny.random_params(MODEL, seed=1, std=0.5)
 
 
 def make(folder, **changes):

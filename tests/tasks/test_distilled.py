@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import tiny
 
-import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import flops, trees
 from mod_jax.data import text
@@ -27,37 +26,15 @@ pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONVERT = config_lib.load(ROOT / 'configs' / 'lm' / 'convert.py')
-SMALL = {
-  'model.vocab_size': 256,
-  'model.num_layers': 2,
-  'model.width': 8,
-  'model.num_heads': 2,
-  'data.tokenizer': 'bytes',
-  'data.length': 16,
-  'data.source': 'stdlib',
-  'data.files': '',
-  'train.batch_size': 4,
-}
+SMALL = tiny.SMALL | {'train.batch_size': 4}
 
 
 @pytest.fixture(scope='module')
 def dense(tmp_path_factory):
   """Returns the directory of a dense model."""
-  config = config_lib.replace(
-    CONVERT.get_config('half'), SMALL | {'train.capacity_warmup_steps': 0}
-  )
-  config = dataclasses.replace(
-    config, model=config.model.dense_twin(), optimizer=type(config.optimizer)()
-  )
-  task = make_task(config)
-  run = mod_jax.Run(
-    config=config.model,
-    variables=nn.unbox(jax.jit(task.init)(jax.random.key(0))),
-    experiment=config,
-    task=task,
-  )
   folder = tmp_path_factory.mktemp('dense')
-  mod_jax.export(run, folder)
+  config = config_lib.replace(CONVERT.get_config('half'), SMALL)
+  tiny.export_dense(config, folder)
   return folder
 
 

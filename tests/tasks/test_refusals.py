@@ -96,6 +96,9 @@ REFUSED = {
   'capacity_warmup_steps=2 and model=DynamicViTConfig … set the steps to 0': (
     lambda _: run(DYNAMIC, **{'train.capacity_warmup_steps': 2})
   ),
+  'steps=2 and model=LMConfig without routing': (
+    lambda _: run(tiny.LM, **{'train.capacity_warmup_steps': 2})
+  ),
   'steps=2 and model.routing and model.adaptive … set the steps to 0': (
     lambda _: acm(changes=ROUTED | {'train.capacity_warmup_steps': 2})
   ),
@@ -112,8 +115,6 @@ REFUSED = {
   'model.image_size=12 and data.image_size=8 … set both': (
     lambda _: run(sized(image_size=12), data=ImageDataConfig(image_size=8))
   ),
-  'budget=1.0 … in (0, 1)': lambda _: ACMObjective(budget=1.0),
-  'tau=1.0 … above 1': lambda _: ACMObjective(tau=1.0),
   # Not when the phases before have trained.
   'warmup_steps=1 … shorten the warm-up': (
     lambda _: dataclasses.replace(SHORT, warmup_steps=1)

@@ -14,7 +14,6 @@ from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import stop
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import phases
-from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, hooks
 
 pytestmark = [
@@ -209,9 +208,3 @@ def test_metrics_that_cannot_judge(tmp_path, changes, said):
 def test_an_early_stop_needs_evaluations_of_a_metric(changes, said):
   with pytest.raises(UserError, match=said):
     make_config(**{'train.early_stop': 2} | changes)
-
-
-def test_the_config_of_a_run_with_a_best_is_read_back(tmp_path):
-  config = make_config(**{'train.early_stop': 2})
-  train(config, tmp_path, max_steps=1)
-  assert workdir_lib.read_config(tmp_path, ExperimentConfig) == config

@@ -5,18 +5,17 @@ import json
 import pathlib
 import shutil
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import flops, parallel, trees
 from mod_jax.errors import UserError
 from mod_jax.layers.lora import PARAMETERS
-from mod_jax.optimizer import OptimizerConfig
 from mod_jax.runs import checkpoints
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import load as load_trained
@@ -43,49 +42,20 @@ TINY = {
   'log.tensorboard': False,
   'checkpoint.every': 3,
 }
-TEXT = {
-  'model.vocab_size': 256,
-  'model.num_layers': 2,
-  'model.width': 8,
-  'model.num_heads': 2,
-  'data.tokenizer': 'bytes',
-  'data.length': 16,
-  'data.source': 'stdlib',
-  'data.files': '',
-}
-
-
-def write_dense(config, folder, seed=0):
-  """Exports a dense model of random weights, as somebody's base model."""
-  plain = config_lib.replace(config, {'train.frozen': None, 'init': None})
-  plain = dataclasses.replace(
-    plain,
-    model=plain.model.dense_twin(),
-    optimizer=OptimizerConfig(),
-    train=dataclasses.replace(plain.train, capacity_warmup_steps=0),
-    dense=None,
-  )
-  task = make_task(plain)
-  run = mod_jax.Run(
-    config=plain.model,
-    variables=nn.unbox(jax.jit(task.init)(jax.random.key(seed))),
-    experiment=plain,
-    preprocess=getattr(plain.data, 'preprocess', None),
-    task=task,
-  )
-  mod_jax.export(run, folder)
 
 
 @pytest.fixture(scope='module')
 def dense(tmp_path_factory):
   folder = tmp_path_factory.mktemp('dense')
-  write_dense(config_lib.replace(CONVERT.get_config('lora'), TEXT), folder)
+  tiny.export_dense(
+    config_lib.replace(CONVERT.get_config('lora'), tiny.SMALL), folder
+  )
   return folder
 
 
 def build(dense, **changes):
   config = config_lib.replace(
-    CONVERT.get_config('lora'), TEXT | {'init': str(dense)}
+    CONVERT.get_config('lora'), tiny.SMALL | {'init': str(dense)}
   )
   config = CONVERT.complete(config)
   rate = {'optimizer.learning_rate': 1e-3}
@@ -107,12 +77,6 @@ def whole(dense, tmp_path_factory, on_one_device, no_report):
     result = phases.train(config, workdir)
   assert result.finished
   return Trained(config, workdir, result)
-
-
-def equal(a, b):
-  a, b = trees.flatten(a), trees.flatten(b)
-  assert a.keys() == b.keys()
-  return all(np.array_equal(a[name], b[name]) for name in a)
 
 
 def test_only_what_is_trained_is_in_state_optimiser_and_checkpoint(
@@ -138,12 +102,12 @@ def test_only_what_is_trained_is_in_state_optimiser_and_checkpoint(
   assert not saved.state['frozen']
   # What is frozen is as it was at first.
   base = mod_jax.load(dense).variables['params']
-  assert equal(state.frozen, base)
+  tiny.same(state.frozen, base)
   # The others have changed.
   assert all(
     np.any(np.asarray(x)) for name, x in trained.items() if '/up/' in name
   )
-  assert equal(state.eval_params, trees.join(state.params, base))
+  tiny.same(state.eval_params, trees.join(state.params, base))
 
 
 def test_stopped_and_continued_is_bit_identical(whole, tmp_path):
@@ -166,9 +130,9 @@ def logits(run):
 def test_the_run_loads_exports_and_is_evaluated(whole, dense, tmp_path):
   run = mod_jax.load(whole.workdir)
   assert run.base == str(dense)
-  assert equal(run.variables['params'], whole.result.state.eval_params)
+  tiny.same(run.variables['params'], whole.result.state.eval_params)
   trained = load_trained(whole.workdir)
-  assert equal(trained.params, whole.result.state.eval_params)
+  tiny.same(trained.params, whole.result.state.eval_params)
 
   mod_jax.export(run, tmp_path / 'merged')
   merged = mod_jax.load(tmp_path / 'merged')
@@ -223,7 +187,7 @@ def test_other_frozen_weights_are_refused(whole, dense, tmp_path):
   shutil.rmtree(workdir_lib.checkpoints(workdir) / '6')
   shutil.copytree(dense, kept)
   try:
-    write_dense(whole.config, dense, seed=1)
+    tiny.export_dense(whole.config, dense, seed=1)
     for use in (
       lambda: phases.train(whole.config, workdir),
       lambda: load_trained(workdir),
@@ -250,13 +214,14 @@ def test_bfloat16_takes_half_the_memory(whole, dense, tmp_path):
   assert kinds['norm/scale'] == 'float32'
   # What is loaded is what was trained beside.
   run = mod_jax.load(tmp_path)
-  assert equal(
+  tiny.same(
     run.variables['params'],
     jax.tree.map(lambda x: x.astype(jnp.float32), result.state.eval_params),
   )
   resumed = phases.train(config, tmp_path, max_steps=1)
-  assert equal(resumed.state.frozen, result.state.frozen)
-  assert not equal(result.state.frozen, whole.result.state.frozen)
+  tiny.same(resumed.state.frozen, result.state.frozen)
+  a, b = result.state.frozen, whole.result.state.frozen
+  assert tiny.bits(a) != tiny.bits(b)
 
 
 def test_gradients_stop_at_the_split(whole):
@@ -293,14 +258,14 @@ def test_pictures_train_adapters_and_a_new_head(tmp_path):
   changes = {'dense': None, 'init': str(tmp_path / 'dense')}
   config = config_lib.replace(config, TINY | changes)
   other = config_lib.replace(config, {'model.num_classes': 7})
-  write_dense(other, tmp_path / 'dense')
+  tiny.export_dense(other, tmp_path / 'dense')
   result = phases.train(config, tmp_path / 'run')
   names = trees.flatten(result.state.params)
   assert {'head/kernel', 'head/bias'} < names.keys()
   # Six maps in each of four blocks.
   assert len(names) == 2 + 2 * 6 * 4
   run = mod_jax.load(tmp_path / 'run')
-  assert equal(run.variables['params'], result.state.eval_params)
+  tiny.same(run.variables['params'], result.state.eval_params)
   assert run.variables['params']['head']['bias'].shape == (10,)
   assert flops.num_params(config.model) == sum(
     x.size for x in jax.tree.leaves(run.variables['params'])

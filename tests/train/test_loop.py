@@ -4,32 +4,30 @@ import contextlib
 import json
 import math
 import os
-import pathlib
 import signal
 import threading
 import types
 from unittest import mock
 
 import chex
-from flax import linen as nn
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 import numpy as np
 import pytest
+import tiny
 from tiny_runs import make_config
 import tiny_task
 from tiny_task import Tiny, train
 
 from mod_jax import config as config_lib
-from mod_jax import flops, parallel
+from mod_jax import parallel
 from mod_jax.errors import UserError
-from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.runs import lock, stop
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.tasks import make_task, phases, plain
+from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, hooks, loop
 from mod_jax.train.loop import TrainingDiverged
@@ -41,9 +39,6 @@ pytestmark = pytest.mark.usefixtures('one_device')
 def quiet(monkeypatch):
   """Leaves out the table and the pictures of a run's end."""
   monkeypatch.setattr(evaluation, 'report', lambda *args: None)
-
-
-ROUTED = MoDConfig(capacity=0.25, period=1, offset=0)
 
 
 def tiny_config(**changes):
@@ -154,53 +149,24 @@ def test_a_run_learns(tmp_path, quiet):
   assert checkpoint_steps(tmp_path / 'run') == [40]
 
 
-class TestCapacityWarmup:
-  CHANGES = {
-    'train.num_steps': 8,
-    'train.capacity_warmup_steps': 4,
-    'train.capacity_warmup_stages': 2,
-  }
+def test_stages_are_compiled_once_each(tmp_path, monkeypatch, quiet):
+  def static_args(self, step):
+    return max(1 - step // 2 / 2, 0.0)
 
-  def test_stages_are_compiled_once_each(self, tmp_path, monkeypatch, quiet):
-    def static_args(self, step):
-      return max(1 - step // 2 / 2, 0.0)
+  jit_step, stages = loop.jit_step, []
 
-    jit_step, stages = loop.jit_step, []
+  def spy(*args, static_args, **kwargs):
+    stages.append(static_args)
+    return jit_step(*args, static_args=static_args, **kwargs)
 
-    def spy(*args, static_args, **kwargs):
-      stages.append(static_args)
-      return jit_step(*args, static_args=static_args, **kwargs)
-
-    monkeypatch.setattr(Tiny, 'static_args', static_args)
-    monkeypatch.setattr(Tiny, 'flops_per_step', lambda self, args: 1 + args)
-    monkeypatch.setattr(loop, 'jit_step', spy)
-    with mock.patch.object(loop, 'Progress', wraps=loop.Progress) as progress:
-      train(tiny_config(), tmp_path)
-    assert stages == [1.0, 0.5, 0.0]
-    flops = progress.call_args.kwargs['flops_of_step']
-    assert [flops(step) for step in range(1, 6)] == [2, 2, 1.5, 1.5, 1]
-
-  @pytest.mark.slow
-  def test_capacity_falls_from_1_to_the_configured_one(self, texts):
-    config = make_config(texts, ROUTED, **self.CHANGES)
-    task = make_task(config)
-    variables = jax.jit(lambda key: nn.unbox(task.init(key)))(jax.random.key(0))
-    tokens_BL = np.arange(32, dtype=np.int32).reshape(2, 16)
-    chosen = {}
-    for step in (0, 2, 4):
-      now = plain.at_floor(config.model, task.static_args(step))
-      output = jax.jit(now.build().apply)(variables, tokens_BL)
-      chosen[step] = output.routing[0].chosen_BL.sum(axis=-1).tolist()
-    assert chosen == {0: [16, 16], 2: [8, 8], 4: [4, 4]}  # Of 16 tokens.
-    # What is counted as FLOPs follows.
-    twin, model = config.model.dense_twin(), config.model
-    router = 2 * 16 * model.width
-    assert task.flops_per_step(1.0) == 8 * 3 * (
-      flops.forward(twin, 16) + router
-    )
-    assert task.flops_per_step(0.0) == 8 * flops.train(model, 16)
-    with pytest.raises(UserError, match='model=LMConfig without routing'):
-      make_config(texts, **self.CHANGES)
+  monkeypatch.setattr(Tiny, 'static_args', static_args)
+  monkeypatch.setattr(Tiny, 'flops_per_step', lambda self, args: 1 + args)
+  monkeypatch.setattr(loop, 'jit_step', spy)
+  with mock.patch.object(loop, 'Progress', wraps=loop.Progress) as progress:
+    train(tiny_config(), tmp_path)
+  assert stages == [1.0, 0.5, 0.0]
+  flops = progress.call_args.kwargs['flops_of_step']
+  assert [flops(step) for step in range(1, 6)] == [2, 2, 1.5, 1.5, 1]
 
 
 def change_step(monkeypatch, change):
@@ -562,14 +528,14 @@ def test_evaluating_a_run(tmp_path, capsys):
   chex.assert_trees_all_equal(
     (trained.params, trained.model_state), (state.params, state.model_state)
   )
-  before = _contents(tmp_path / 'checkpoints')
+  before = tiny.snapshot(tmp_path / 'checkpoints')
   # Who only reads needs no lock.
   (tmp_path / 'lock.json').write_text('somebody is training')
   metrics = evaluation.evaluate(trained, tmp_path, batches=1)
   assert 'held-out, at step 3' in capsys.readouterr().out
   told = json.loads((tmp_path / 'eval.json').read_text())
   assert told == {'step': 3, **metrics}
-  assert _contents(tmp_path / 'checkpoints') == before
+  assert tiny.snapshot(tmp_path / 'checkpoints') == before
   older = tiny_task.load(tmp_path, step=2)
   assert older.step == 2
   assert not np.array_equal(
@@ -577,7 +543,3 @@ def test_evaluating_a_run(tmp_path, capsys):
   )
   with pytest.raises(UserError, match=r'no checkpoint at step 1 .*\[2, 3\]'):
     tiny_task.load(tmp_path, step=1)
-
-
-def _contents(folder: pathlib.Path):
-  return {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}

@@ -123,22 +123,6 @@ class TestLossCurves:
     points = seen.mark(axes, 'train').get_xydata()
     np.testing.assert_array_equal(points, [(1, 5.0), (2, 4.5), (4, 4.2)])
 
-  @pytest.mark.parametrize(
-    ('record', 'gid'),
-    [
-      ({'step': 3, 'kind': 'train', 'loss': 5.5}, 'train'),
-      ({'step': 3, 'kind': 'eval', 'router/loss': 5.5}, 'router/loss'),
-    ],
-  )
-  def test_one_record_is_a_visible_point(self, seen, record, gid):
-    figure = viz.loss_curves([record])
-    figure.canvas.draw()
-    (axes,) = figure.axes
-    assert seen.mark(axes, gid).get_marker() not in (None, 'None', '')
-    labels = [label.get_text() for label in axes.get_xticklabels()]
-    assert '3' in labels
-    assert len(set(labels)) == len(labels)
-
   def test_reads_an_iterator_and_unknown_rules(self, seen):
     records = [{'step': 1, 'kind': 'eval', 'a_new_rule/loss': 2.0}]
     figure = viz.loss_curves(iter(records))

@@ -114,18 +114,6 @@ def test_processed_patches_are_outlined_and_others_hatched(seen):
   assert len(hatched.get_path().to_polygons()) == 4
 
 
-def test_pictures_keep_their_shape_and_stand_apart(photos, seen):
-  figure = viz.patch_maps(
-    photos(1, 8, 16), np.ones((1, 1, 8)), layers=[0], grid=(4, 2), num_layers=1
-  )
-  figure.draw_without_rendering()
-  (axes,) = seen.axes(figure, 'row')
-  first, second = axes.images
-  box = first.get_window_extent()
-  assert box.width / box.height == pytest.approx(2)
-  assert box.x1 < second.get_window_extent().x0
-
-
 def test_stages_show_what_each_leaves(rng, photos, seen):
   pictures, rank_BL = photos(2), rng.random((2, 16)).argsort(axis=1)
   kept_SBL = np.stack([rank_BL < 11, rank_BL < 0])

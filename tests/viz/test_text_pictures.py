@@ -64,18 +64,6 @@ class TestRoutingMap:
       assert sum(w is None for w in weights) == 1
       assert chosen.norm.vmin == -chosen.norm.vmax < 0
 
-  def test_rows_are_blocks_with_numbers(self, rng, seen):
-    chosen_RL = rng.random((3, 20)) < 0.5
-    figure = viz.routing_map(chosen_RL, 'x' * 20, layers=LAYERS, num_layers=7)
-    (axes,) = panels(seen, figure)
-    for gid, blocks in (('dense', [0, 2, 4, 6]), ('routed', [*LAYERS])):
-      rows = seen.marks(axes, gid)
-      middles = [row.get_y() + row.get_height() / 2 for row in rows]
-      assert middles == pytest.approx(blocks)
-    assert seen.ticks(axes.yaxis) == ['sum', *'0123456']
-    # The first is at the bottom.
-    assert axes.get_ylim()[0] < axes.get_ylim()[1]
-
   def test_every_character_stands_under_its_column(self, rng, seen):
     pieces = ['a'] * 60 + [*ODD]
     chosen_RL = rng.random((3, len(pieces))) < 0.5
@@ -93,16 +81,6 @@ class TestRoutingMap:
     # As mathematics the dollars would vanish.
     assert all(box.width > 3 for box in boxes)
     assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
-
-  def test_turns_and_shortens_subwords(self, rng, seen):
-    pieces = ['a', ' the', '\n' * 30, '']
-    figure = viz.routing_map(
-      np.ones((3, 4)), pieces, layers=LAYERS, num_layers=6
-    )
-    (axes,) = panels(seen, figure)
-    shown = seen.ticks(axes.xaxis)
-    assert shown == ['a', '·the', '⏎' * 9 + '…', '□']
-    assert {t.get_rotation() for t in axes.get_xticklabels()} == {90}
 
   def test_counts_the_routed_blocks_of_a_token(self, seen):
     chosen_RL = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 1]])
