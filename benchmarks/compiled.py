@@ -11,10 +11,11 @@ For a chip of each kind of TPU this takes libtpu, and tells cycles, those of
 them outside of kernels (copies, gathers, sorts) by operation, and bytes. XLA
 estimates the cycles of most of its own operations. For kernels and for the
 others they are the instructions that they issue, counted in the assembled code
-by the bounds of its loops, with all branches taken: a tile of `acm_mlp` counts
-with all of its learners. That leaves out waits for memory. Bytes are what XLA
-counts for its own operations, and every array of a kernel once. For an H200 it
-takes Triton, and tells registers, spilled bytes and shared memory of each
+by the bounds of its loops, with all branches taken: but of `acm_mlp` those
+count that run: all tokens run all learners, and in `by_learners`, random
+numbers of them with each mean. That leaves out waits for memory. Bytes are what
+XLA counts for its own operations, and every array of a kernel once. For an H200
+it takes Triton, and tells registers, spilled bytes and shared memory of each
 kernel, as ptxas assembles it. Floors: every array moved once, and every product
 at the peak. The result is written beside this file as JSON.
 """
@@ -22,6 +23,7 @@ at the peak. The result is written beside this file as JSON.
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -31,15 +33,20 @@ import re
 import subprocess
 import sys
 import tempfile
+from typing import NamedTuple
 
 from absl import app, flags
 import jax
 import jax.numpy as jnp
 import kernel_cases
+import numpy as np
 
 from mod_jax import peaks
 from mod_jax.prove import slices
 from mod_jax_kernels import tiles
+from mod_jax_kernels.acm_mlp import order as order_lib
+from mod_jax_kernels.acm_mlp import pallas_tpu
+from mod_jax_kernels.pallas_parts import LANES
 import results as results_lib
 
 _DEVICES = flags.DEFINE_list('devices', ['v5e', 'v5p', 'H200'], 'Which.')
@@ -153,12 +160,66 @@ def on_tpu(name: str, op: str, direction: str, which: str, folder) -> dict:
   function = program(op, direction, 'xla' if which == 'xla' else None)
   with tiles.trying(**({'row': 0} if which == 'blocks' else {})):
     told = estimated(name, function, args, folder)
+  all_loops = told.pop('loops')
+  if (op, which) == ('acm_mlp', 'kernels'):
+    cycles = by_learners(*(name, direction, told['outside_kernels'], all_loops))
+    told |= {'cycles': [*cycles.values()][-1], 'by_learners': cycles}
   moved, flops = minimum(op, direction)
   return {
     **told,
     'floor_cycles': CHIPS[name].floor(moved, flops),
     'floor_bytes': moved,
   }
+
+
+def by_learners(
+  name: str, direction: str, outside: int, all_loops
+) -> dict[float, int]:
+  """Returns cycles of `acm_mlp` by the mean number of learners.
+
+  The longest loop of a kernel is over units of rows, of which those count that
+  run. The others order the tokens of a tile and restore their order; they count
+  once for each tile, and not for each of its steps.
+
+  Args:
+    name: of the chip, whose cores share the tiles.
+    direction: `forward` or `gradient`.
+    outside: cycles outside of kernels.
+    all_loops: of each kernel, by its cycles.
+  """
+  x_TD, *weights, _ = shapes('acm_mlp')
+  learners, cores = weights[0].shape[0], CHIPS[name].units // 4
+  arrays = x_TD, *(jnp.zeros(w.shape, w.dtype) for w in weights)
+  plans = [functools.partial(pallas_tpu.forward_plan, *arrays)]
+  if direction == 'gradient':  # Its kernel is the longest.
+    plans += [functools.partial(pallas_tpu.backward_plan, *arrays, x_TD)]
+
+  def cycles(plan, kernel_loops):
+    (grid,) = (loop for loop in kernel_loops if loop.depth == 1)
+    inner = [loop for loop in kernel_loops if loop.depth == 2]
+    *others, rows = sorted(inner, key=lambda loop: loop.bundles)
+    once = sum(loop.times * loop.bundles for loop in others)
+    rest = grid.bundles - once - rows.times * rows.bundles
+    pieces_IN = np.asarray(plan.pieces_IN)
+    units = -(-pieces_IN // (LANES // pallas_tpu.PIECE)).sum()
+    units *= plan.steps // learners
+    inside = plan.tiles * once + units * rows.bundles
+    return grid.times * rest + inside / cores
+
+  totals = {}
+  for mean in np.linspace(0, learners, 9):
+    k_T = np.random.default_rng(0).binomial(
+      learners, mean / learners, x_TD.shape[0]
+    )
+    order = order_lib.order(jnp.asarray(k_T), learners)
+    totals[float(mean)] = int(
+      outside
+      + sum(
+        cycles(plan(order), all_loops[kernel])
+        for plan, kernel in zip(plans, sorted(all_loops), strict=True)
+      )
+    )
+  return totals
 
 
 def estimated(name: str, function, args, folder: pathlib.Path) -> dict:
@@ -181,6 +242,7 @@ def estimated(name: str, function, args, folder: pathlib.Path) -> dict:
   memory += sum(x['bytes'] for x in kernels)
   return {
     'cycles': sum(x['cycles'] for x in found),
+    'loops': {x['cycles']: x['loops'] for x in kernels},
     'outside_kernels': sum(outside.values()),
     'outside': {k: n for k, n in outside.most_common() if n},
     'bytes': memory,
@@ -222,8 +284,8 @@ def operations(text: str, folder: pathlib.Path) -> list[dict]:
     if estimate:
       cycles = int(estimate[1])
     elif (name, True) in code:
-      cycles = issued(code[name, True].read_text())
-      issued_by[opcode, result] = cycles
+      *inner, whole = loops(code[name, True].read_text())
+      cycles = issued_by[opcode, result] = whole.bundles
     else:
       cycles = issued_by.get((opcode, result), 0)
     kernel = 'tpu_custom_call' in line
@@ -232,17 +294,35 @@ def operations(text: str, folder: pathlib.Path) -> list[dict]:
       operands = re.search(r'operand_layout_constraints=\{(.*?\})\}', line)
       about['bytes'] = num_bytes(f'{result} {operands[1]}')
       about['spills'] = spills(code[name, False].read_text())
+      about['loops'] = inner
     found.append(about)
   return found
 
 
-def issued(code: str) -> int:
-  """Returns how many bundles of instructions assembled code issues."""
-  loops = [[0, 1]]  # Bundles of the open loops, and how often they run.
+class Loop(NamedTuple):
+  """A loop of assembled code.
+
+  Attributes:
+    depth: number of loops around it.
+    times: how often it runs.
+    bundles: that a run issues, with those of the loops within.
+  """
+
+  depth: int
+  times: int
+  bundles: int
+
+
+def loops(code: str) -> list[Loop]:
+  """Returns the loops of assembled code, and last the whole of it."""
+  found = []
+  opened = [[0, 1]]  # Bundles of the open loops, and how often they run.
 
   def close():
-    bundles, times = loops.pop()
-    loops[-1][0] += bundles * times
+    bundles, times = opened.pop()
+    found.append(Loop(len(opened), times, bundles))
+    if opened:
+      opened[-1][0] += bundles * times
 
   for line in code.splitlines():
     match = re.match(
@@ -251,18 +331,18 @@ def issued(code: str) -> int:
     if match:
       label, depth, bundle = match.groups()
       # A bundle without instructions does not tell its depth.
-      depth = len(depth) if not bundle.startswith('{}') else len(loops) - 1
-      while len(loops) - 1 > depth - (label == 'LB'):
+      depth = len(depth) if not bundle.startswith('{}') else len(opened) - 1
+      while len(opened) - 1 > depth - (label == 'LB'):
         close()
       if label == 'LB':
-        loops.append([0, 1])
-      loops[-1][0] += 1
+        opened.append([0, 1])
+      opened[-1][0] += 1
     bound = re.search(r'scmp\.ge\.s32\S* %\S+, (\d+) /\* loop exit', line)
     if bound:
-      loops[-1][1] = int(bound[1])
-  while len(loops) > 1:
+      opened[-1][1] = int(bound[1])
+  while opened:
     close()
-  return loops[0][0]
+  return found
 
 
 def spills(utilization: str) -> int:

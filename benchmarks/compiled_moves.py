@@ -1,17 +1,14 @@
-"""What the TPU compiler says of two ways to order tokens and to move them.
+"""What the TPU compiler says of two ways to move tokens.
 
     python benchmarks/compiled_moves.py
 
 For a v5e, in bfloat16: an eighth of 2,048 tokens of width 768 in a batch of 8,
 as a routed language model takes them, and half of the 197 tokens of a ViT-B on
 128 images. They are gathered, and their results added in their places, by
-index or as products with one-hot rows. And the order of the ViT's tokens by
-their number of learners, by a scatter of the counted places or by sorting. What
-the figures are is said in `compiled.py`. The result is written beside this file
-as JSON.
+index or as products with one-hot rows. What the figures
+are is said in `compiled.py`. The result is written beside this file as JSON.
 """
 
-import functools
 import json
 import sys
 
@@ -20,7 +17,6 @@ import compiled
 import jax
 import jax.numpy as jnp
 
-from mod_jax_kernels.acm_mlp import order as order_lib
 import results as results_lib
 
 _MOVED = {
@@ -65,11 +61,6 @@ def programs():
     yield f'gather, {model}', 'one-hot product', gather_one_hot, gathered
     yield f'add, {model}', 'by index', add, added
     yield f'add, {model}', 'one-hot product', add_one_hot, added
-  batch, length, _ = _MOVED['ViT']
-  k_T = jax.ShapeDtypeStruct((batch * length,), jnp.int32)
-  counted = functools.partial(order_lib.counted, learners=4)
-  yield 'order by learners', 'counting, scatter', counted, (k_T,)
-  yield 'order by learners', 'two sorts', order_lib.by_sorting, (k_T,)
 
 
 def main(_):

@@ -200,8 +200,27 @@ def compiled():
 
 
 @table
+def compiled_learners():
+  """Estimated cycles of `acm_mlp` by the mean number of learners."""
+  cells = [
+    cell for cell in measured('compiled')['cells'] if 'by_learners' in cell
+  ]
+  means = [*cells[0]['by_learners']][::2]
+  return markdown(
+    ['chip', 'direction', *(f'{float(mean):g}' for mean in means)],
+    [
+      [
+        *(cell['device'], cell['direction']),
+        *(f'{cell["by_learners"][mean] / 1e3:,.0f}' for mean in means),
+      ]
+      for cell in cells
+    ],
+  )
+
+
+@table
 def compiled_moves():
-  """What the TPU compiler tells of ways to order tokens and to move them."""
+  """What the TPU compiler tells of ways to move tokens."""
   rows = [
     [
       cell['what'],

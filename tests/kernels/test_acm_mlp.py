@@ -11,13 +11,13 @@ from op_tests import Case, OpTests, Target
 import pytest
 
 from mod_jax_kernels import dispatch, tiles
-from mod_jax_kernels.acm_mlp import OP, acm_mlp, reference
+from mod_jax_kernels.acm_mlp import OP, acm_mlp, pallas_tpu, reference
 from mod_jax_kernels.acm_mlp import order as order_lib
 from mod_jax_kernels.acm_mlp.tiles import TILES
 
 pytestmark = pytest.mark.slow
 
-# Nothing is a multiple of a block, and kernels have tiles of 16 tokens.
+# Nothing is a multiple of a block. Triton's tiles have 16 tokens, a TPU's 128.
 D, N, F, OUT = 20, 3, 24, 36
 
 
@@ -50,6 +50,12 @@ def plain(x_TD, w1_NDF, b1_NF, w2_NFD, k_T, activation='gelu'):
   each_TND = jnp.einsum('TNF,NFD->TND', hidden_TNF, w2_NFD)
   runs_TN = jnp.arange(len(w1_NDF)) < k_T[:, None]
   return jnp.where(runs_TN[..., None], each_TND, 0).sum(axis=1)
+
+
+def both_ways(function, inputs, k_T, g_TD):
+  """Returns the result, and gradients of all inputs."""
+  y_TD, pull = jax.vjp(lambda *inputs: function(*inputs, k_T), *inputs)
+  return y_TD, *pull(g_TD)
 
 
 def shapes(tokens=128 * 197, width=768, hidden=768, dtype='bfloat16'):
@@ -118,7 +124,7 @@ class TestACM(OpTests):
       args=shapes(tokens=3, width=40, hidden=24, dtype='float32'),
       calls=6,
     ),
-    Target(platform='tpu', args=shapes(), calls=3),
+    Target(platform='tpu', args=shapes(), calls=2),
   )
 
   @pytest.fixture(autouse=True)
@@ -132,6 +138,21 @@ class TestACM(OpTests):
     xla = dataclasses.replace(xla, module=types.SimpleNamespace(**functions))
     monkeypatch.setattr(OP, 'backends', [*kernels, xla])
 
+  def test_tiles_of_a_tpu_and_room_for_one_gradient_at_a_time(
+    self, monkeypatch
+  ):
+    # Three tiles in two parts, so that one part runs out of them; and two
+    # steps for each learner.
+    monkeypatch.setattr(pallas_tpu, '_GRADIENT_BYTES', 1)
+    (*inputs, k_T), _ = draw(k=random_k(300), hidden=256)
+    g_TD = jnp.asarray(np.random.default_rng(3).normal(size=(300, OUT)))
+    run = functools.partial(acm_mlp, implementation='pallas')
+    with dispatch.interpret(), tiles.trying(**self.sizes):
+      got = both_ways(run, inputs, k_T, g_TD)
+    want = both_ways(plain, inputs, k_T, g_TD)
+    for a, b in zip(got, want, strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
   def test_what_is_not_run_harms_nobody(self, backend):
     k = np.minimum(random_k(17), 2)
     (*inputs, k_T), _ = draw(k=k)
@@ -142,16 +163,12 @@ class TestACM(OpTests):
       *(w.at[2].set(np.inf) for w in inputs[1:]),
     ]
 
-    def both_ways(function, inputs, g_TD):
-      y_TD, pull = jax.vjp(lambda *inputs: function(*inputs, k_T), *inputs)
-      return y_TD, *pull(g_TD)
-
     with dispatch.interpret(), tiles.trying(**self.sizes):
       got = jax.jit(both_ways, static_argnums=0)(
         functools.partial(acm_mlp, implementation=backend),
-        *(poisoned, jnp.where(idle_T1, np.nan, g_TD)),
+        *(poisoned, k_T, jnp.where(idle_T1, np.nan, g_TD)),
       )
-    want = both_ways(plain, inputs, g_TD)
+    want = both_ways(plain, inputs, k_T, g_TD)
     for a, b in zip(got, want, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
     assert not any(dw[2].any() for dw in got[2:])
@@ -166,10 +183,6 @@ def test_order_is_a_stable_sort():
   )
   np.testing.assert_array_equal(order.slot_T, np.argsort(order.token_T))
   assert order.count_N.tolist() == [(clipped > n).sum() for n in range(N)]
-  # As a TPU does it.
-  token_T, slot_T = order_lib.by_sorting(jnp.asarray(clipped))
-  np.testing.assert_array_equal(token_T, order.token_T)
-  np.testing.assert_array_equal(slot_T, order.slot_T)
 
 
 def test_more_learners_than_the_counts_type_can_hold():

@@ -35,7 +35,8 @@ def acm_mlp(
 
   The number of learners has no gradient. The computation and the result are in
   the dtype of x, to which weights are cast. Non-finite weights of a learner may
-  affect tokens that do not run it but share a tile with one that does.
+  affect tokens that do not run it but share a tile with one that does; on TPUs,
+  so may a non-finite token those of the same 128.
 
   Args:
     x_TD: tokens, in any order.

@@ -1,12 +1,15 @@
 """Learners on TPUs.
 
-XLA gathers the tokens in order before the kernel, and its results back after
-it, so that tiles of tokens are contiguous. That is the largest part of the time
-which does not depend on the number of learners. Hidden units stay on the chip,
-and both kernels of the gradient recompute them.
+A TPU moves single rows slowly, so kernels read tokens as they lie, in tiles of
+many, and order them on the chip, those with the most learners first: blocks of
+128 by products with one-hot matrices, and then pieces of eight rows, as
+registers hold them, over the whole tile. Each learner runs on the first pieces,
+in units of 128 rows. Hidden units stay on the chip, too. The kernel of the
+gradient recomputes them, and sums the gradients of weights over its tiles.
 """
 
 import functools
+import itertools
 
 import jax
 from jax.experimental import pallas as pl
@@ -15,254 +18,390 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles as tiles_lib
+from mod_jax_kernels.acm_mlp import order as order_lib
 from mod_jax_kernels.acm_mlp import reference
 from mod_jax_kernels.acm_mlp.tiles import TILES
 from mod_jax_kernels.pallas_parts import (
+  LANES,
   VMEM_BYTES,
   block_of,
   interpret,
   product,
 )
 
+PIECE = 8  # Rows of a register of float32.
+# On-chip memory for rows of a tile and gradients of weights. The rest is for
+# blocks of weights, and for what is computed of a unit.
+_BYTES = 42 * 2**20
+_GRADIENT_BYTES = 20 * 2**20
+# Most weights in a block of either of a learner's two kernels.
+_WEIGHTS = 2**20
+
 
 @dispatch.jit(static_argnames='activation')
 def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
   """See `reference.forward`."""
-  plan = _Plan(x_TD, w2_NFD, order.count_N)
-  y_SD = plan.call(
-    functools.partial(_outputs, activation=activation),
-    ('rows', 'up', 'bias', 'down'),
-    (plan.ordered(x_TD, order.token_T), w1_NDF, _bias(b1_NF), w2_NFD),
-    width=w2_NFD.shape[-1],
-  )
-  return y_SD[order.slot_T]
+  plan = forward_plan(x_TD, w1_NDF, b1_NF, w2_NFD, order)
+  unit = functools.partial(_outputs, activation=activation)
+  (y_TD,) = plan.call(unit, range(plan.steps), plan.tiles, x_TD.dtype)
+  return y_TD
 
 
 @dispatch.jit(static_argnames='activation')
 def backward(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation):
   """See `reference.backward`."""
-  plan = _Plan(x_TD, w2_NFD, order.count_N)
-  arrays = (
-    plan.ordered(x_TD, order.token_T),
-    plan.ordered(g_TD, order.token_T),
-    *(w1_NDF, _bias(b1_NF), w2_NFD),
+  weights = w1_NDF, b1_NF, w2_NFD
+  plan = backward_plan(x_TD, *weights, g_TD, order)
+  unit = functools.partial(_gradients, activation=activation)
+  most = max(_GRADIENT_BYTES // plan.gradient_bytes, 1)
+  groups = [
+    range(first, min(first + most, plan.steps))
+    for first in range(0, plan.steps, most)
+  ]
+  dtype = x_TD.dtype if len(groups) == 1 else jnp.float32
+  # A chip may have two cores, and each sums gradients of weights by itself.
+  parts = min(plan.tiles, 2)
+  dx_TD, *dw = zip(
+    *(plan.call(unit, steps, parts, dtype, sums=True) for steps in groups),
+    strict=True,
   )
-  dx_SD = plan.call(
-    functools.partial(_input_gradients, activation=activation),
-    *(('rows', 'rows', 'up', 'bias', 'down'), arrays),
-    width=x_TD.shape[1],
-  )
-  dw1_NDF, db1_N1F, dw2_NFD = plan.call_weights(
-    functools.partial(_weights_kernel, activation=activation), arrays
-  )
-  return (
-    dx_SD[order.slot_T],
-    dw1_NDF,
-    db1_N1F[:, 0].astype(b1_NF.dtype),
-    dw2_NFD,
+  dw = (sum(jnp.concatenate(d, axis=1)) for d in dw)
+  return sum(dx_TD[1:], dx_TD[0]).astype(x_TD.dtype), *(
+    plan.of_learners(d, axis).reshape(w.shape).astype(w.dtype)
+    for d, axis, w in zip(dw, (2, 2, 1), weights, strict=True)
   )
 
 
-class _Plan:
-  """Grids and blocks of the kernels."""
+def forward_plan(x_TD, w1_NDF, b1_NF, w2_NFD, order):
+  """Returns the plan of the kernel of `forward`."""
+  width = w2_NFD.shape[-1]
+  return Plan((x_TD,), (w1_NDF, b1_NF, w2_NFD), order, width, _BYTES)
 
-  def __init__(self, x_TD, w2_NFD, count_N):
+
+def backward_plan(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order):
+  """Returns the plan of the kernel of `backward`."""
+  weights, rest = (w1_NDF, b1_NF, w2_NFD), _BYTES - _GRADIENT_BYTES
+  return Plan((x_TD, g_TD), weights, order, x_TD.shape[1], rest)
+
+
+class Plan:
+  """Grid and blocks of a kernel.
+
+  It loops over tiles, and in a tile over steps: blocks of hidden units of each
+  learner, which add up as learners do.
+
+  Attributes:
+    tiles: of tokens.
+    steps: blocks of hidden units of all learners.
+    rows: of a tile.
+    pieces_IN: number of pieces of eight rows that run each learner, for each
+      tile; flat.
+    gradient_bytes: of the gradients of a step's weights.
+  """
+
+  def __init__(self, arrays, weights, order, width, num_bytes):
     sizes = tiles_lib.choose(TILES, 'pallas')
-    tokens, self._width = x_TD.shape
-    self._learners, hidden, self._outputs = w2_NFD.shape
-    # Memory tiles have 8 rows of float32 or 16 of bfloat16.
-    self._rows = min(sizes['rows'], -(-tokens // 16) * 16)
-    self._tiles = -(-tokens // self._rows)
-    self._hidden = block_of(hidden, sizes['hidden'])
-    self._steps = hidden // self._hidden
-    self._count_N = count_N
-    starts_I = jnp.arange(self._tiles, dtype=jnp.int32) * self._rows
-    self._largest_I = jnp.sum(
-      count_N > starts_I[:, None], axis=1, dtype=jnp.int32
+    w1_NDF, b1_NF, w2_NFD = weights
+    self._learners, inputs, hidden = w1_NDF.shape
+    outputs = w2_NFD.shape[-1]
+    self._arrays, self._width = arrays, width
+    # Add a dimension, so that blocks of one row span a whole dimension.
+    self._weights = w1_NDF, b1_NF.astype(jnp.float32)[:, None], w2_NFD
+    most = min(sizes['hidden'], _WEIGHTS // max(inputs, outputs))
+    units = block_of(hidden, most)
+    self._blocks = hidden // units
+    self.steps = self._learners * self._blocks
+    self._shapes = (inputs, units), (1, units), (units, outputs)
+    self.gradient_bytes = 4 * sum(a * b for a, b in self._shapes)
+    # Blocks of tokens and of the result are there twice, and once in order.
+    tokens, dtype = arrays[0].shape[0], arrays[0].dtype
+    row_bytes = (2 * dtype.itemsize + 4) * (
+      width + sum(a.shape[1] for a in arrays)
     )
+    most = max(min(sizes['rows'], num_bytes // row_bytes) // LANES, 1) * LANES
+    tiles = pl.cdiv(tokens, most)
+    tiles += tiles > 1 and tiles % 2  # As many for each of two cores.
+    self.rows = pl.cdiv(pl.cdiv(tokens, tiles), LANES) * LANES
+    self.tiles = pl.cdiv(tokens, self.rows)
+    padding = self.tiles * self.rows - tokens
+    k_IBL = jnp.pad(order.num_learners_T, (0, padding)).reshape(
+      self.tiles, -1, LANES
+    )
+    self._scalars = _places(k_IBL, self._learners)
+    _, self.pieces_IN, _ = self._scalars
+    self._k_IBL = k_IBL
 
-  def ordered(self, x_TD, token_T):
-    """Returns the tokens in order, padded to whole tiles with any token."""
-    tokens = token_T.size
-    return x_TD[jnp.pad(token_T, (0, self._tiles * self._rows - tokens))]
-
-  def call(self, learner, kinds, arrays, *, width):
-    """Runs a kernel that sums over learners and hidden units, per tile.
+  def call(self, unit, steps, parts, dtype, *, sums=False):
+    """Runs some of the steps on all tiles.
 
     Args:
-      learner: maps blocks of the arrays to the contribution of a learner.
-      kinds: kind of block of each array.
-      arrays: operands.
-      width: width of the result.
+      unit: maps rows of the arrays, whether they run the learner, and blocks of
+        weights to rows of the result and, if `sums`, gradients of the weights.
+      steps: a range of them.
+      parts: in which tiles are cut, to run apart.
+      dtype: of the result.
+      sums: whether to sum gradients.
+
+    Returns:
+      The result, and gradients of each part and step.
     """
+    rows, in_part = self.rows, pl.cdiv(self.tiles, parts)
 
-    def last(i, largest_I):
-      # An unchanged index reads no new block, so learners that do not run keep
-      # the last one's.
-      return jnp.maximum(largest_I[i] - 1, 0)
+    def tile(p, i):
+      # The last part may have fewer tiles than others.
+      return jnp.minimum(p * in_part + i, self.tiles - 1)
 
-    def running(i, n, largest_I):
-      return jnp.minimum(n, last(i, largest_I))
+    def block(p, i, s, running_I):
+      # An unchanged index reads no new block, so steps that do not run keep the
+      # last one's.
+      step = jnp.minimum(s + steps.start, running_I[tile(p, i)] * blocks - 1)
+      step = jnp.maximum(step, steps.start)
+      return jax.lax.div(step, blocks), jax.lax.rem(step, blocks)
 
-    def step(i, n, f, largest_I):
-      return jnp.where(n < largest_I[i], f, self._steps - 1)
+    def up(p, i, s, running_I, *_):
+      n, f = block(p, i, s, running_I)
+      return n, 0, f
 
-    def tile(i, n, f, count_N, largest_I):
-      return jnp.minimum(i, self._last_tile(count_N[0])), 0
+    def down(p, i, s, running_I, *_):
+      n, f = block(p, i, s, running_I)
+      return n, f, 0
 
-    def up(i, n, f, count_N, largest_I):
-      return running(i, n, largest_I), 0, step(i, n, f, largest_I)
+    def of_rows(width):
+      return pl.BlockSpec((rows, width), lambda p, i, *_: (tile(p, i), 0))
 
-    def down(i, n, f, count_N, largest_I):
-      return running(i, n, largest_I), step(i, n, f, largest_I), 0
-
-    places = {'rows': tile, 'up': up, 'bias': up, 'down': down}
-    rows = self._rows
+    blocks = self._blocks
+    tokens = pl.BlockSpec(
+      (1, rows // LANES, LANES), lambda p, i, *_: (tile(p, i), 0, 0)
+    )
+    widths = [a.shape[1] for a in self._arrays]
+    of_steps = [(len(steps), *shape) for shape in self._shapes if sums]
+    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     call = pl.pallas_call(
-      functools.partial(_tile_kernel, rows=rows, learner=learner),
-      out_shape=jax.ShapeDtypeStruct(
-        (self._tiles * rows, width), arrays[0].dtype
+      functools.partial(
+        _kernel,
+        unit=unit,
+        learner=lambda s: jax.lax.div(s + steps.start, blocks),
+        learners=self._learners,
+        tiles=self.tiles,
+        arrays=len(widths),
+        sums=len(of_steps),
       ),
+      out_shape=[
+        jax.ShapeDtypeStruct((self._arrays[0].shape[0], self._width), dtype),
+        *(float32((parts, *shape)) for shape in of_steps),
+      ],
       grid_spec=pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=2,
-        grid=(self._tiles, self._learners, self._steps),
+        num_scalar_prefetch=len(self._scalars),
+        grid=(parts, in_part, len(steps)),
         in_specs=[
-          pl.BlockSpec(self._block(kind, array), places[kind])
-          for kind, array in zip(kinds, arrays, strict=True)
+          *(tokens, *map(of_rows, widths)),
+          *(
+            pl.BlockSpec((1, *shape), at)
+            for shape, at in zip(self._shapes, (up, up, down), strict=True)
+          ),
         ],
-        out_specs=pl.BlockSpec((rows, width), lambda i, *_: (i, 0)),
-        scratch_shapes=[pltpu.VMEM((rows, width), jnp.float32)],
-      ),
-      **_options('parallel', 'arbitrary', 'arbitrary'),
-    )
-    return call(self._count_N, self._largest_I, *arrays)
-
-  def call_weights(self, kernel, arrays):
-    """Runs a kernel that sums over the tokens of each learner."""
-
-    def tile(n, f, i, count_N):
-      return jnp.minimum(i, self._last_tile(count_N[n])), 0
-
-    places = {
-      'rows': tile,
-      'up': lambda n, f, i, count_N: (n, 0, f),
-      'bias': lambda n, f, i, count_N: (n, 0, f),
-      'down': lambda n, f, i, count_N: (n, f, 0),
-    }
-    kinds = 'rows', 'rows', 'up', 'bias', 'down'
-    specs = [
-      pl.BlockSpec(self._block(kind, array), places[kind])
-      for kind, array in zip(kinds, arrays, strict=True)
-    ]
-    call = pl.pallas_call(
-      functools.partial(kernel, rows=self._rows),
-      out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays[2:]],
-      grid_spec=pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
-        grid=(self._learners, self._steps, self._tiles),
-        in_specs=specs,
-        out_specs=specs[2:],
+        out_specs=[
+          of_rows(self._width),
+          *(pl.BlockSpec(memory_space=pl.ANY) for _ in of_steps),
+        ],
         scratch_shapes=[
-          pltpu.VMEM(self._block(kind, array)[1:], jnp.float32)
-          for kind, array in zip(kinds[2:], arrays[2:], strict=True)
+          *(
+            pltpu.VMEM((rows, width), jnp.float32)
+            for width in (*widths, 1, self._width)
+          ),
+          *(pltpu.VMEM(shape, jnp.float32) for shape in of_steps),
+          pltpu.VMEM((rows // LANES, LANES), jnp.int32),
+          pltpu.SemaphoreType.DMA,
         ],
       ),
-      **_options('parallel', 'parallel', 'arbitrary'),
+      compiler_params=pltpu.CompilerParams(
+        dimension_semantics=('parallel', 'arbitrary', 'arbitrary'),
+        vmem_limit_bytes=VMEM_BYTES,
+      ),
+      interpret=interpret(),
     )
-    return call(self._count_N, *arrays)
+    return call(*self._scalars, self._k_IBL, *self._arrays, *self._weights)
 
-  def _last_tile(self, count):
-    """Returns the last tile that holds any of the first `count` tokens."""
-    return jax.lax.div(jnp.maximum(count - 1, 0), self._rows)
-
-  def _block(self, kind, array):
-    return {
-      'rows': (self._rows, array.shape[-1]),
-      'up': (1, self._width, self._hidden),
-      'bias': (1, 1, self._hidden),
-      'down': (1, self._hidden, self._outputs),
-    }[kind]
+  def of_learners(self, gradients, axis):
+    """Returns gradients of steps by learner; `axis` has the hidden units."""
+    return jnp.moveaxis(
+      gradients.reshape(self._learners, self._blocks, *gradients.shape[1:]),
+      1,
+      axis,
+    )
 
 
-def _tile_kernel(count_N, largest_I, *refs, rows, learner):
-  """Sums contributions of learners over the tokens of a tile that run them."""
-  *inputs, out, sum_PD = refs
-  i, n, f = (pl.program_id(axis) for axis in range(3))
+def _places(k_IBL, learners):
+  """Returns where the pieces of each tile go, and how many run a learner.
 
-  @pl.when((n == 0) & (f == 0))
-  def _():
-    sum_PD[:] = jnp.zeros_like(sum_PD)
-
-  @pl.when(n < largest_I[i])
-  def _():
-    learner_PD = learner(*inputs)
-    sum_PD[:] += jnp.where(_runs(i, rows, count_N[n]), learner_PD, 0.0)
-
-  @pl.when((n == pl.num_programs(1) - 1) & (f == pl.num_programs(2) - 1))
-  def _():
-    out[:] = sum_PD[:].astype(out.dtype)
-
-
-def _outputs(x, w1, b1, w2, *, activation):
-  preactivation_PF = product(x[:], w1[0]) + b1[0]
-  hidden_PF, _ = reference.act_and_slope(preactivation_PF, activation)
-  return product(hidden_PF.astype(x.dtype), w2[0])
-
-
-def _input_gradients(x, g, w1, b1, w2, *, activation):
-  preactivation_PF = product(x[:], w1[0]) + b1[0]
-  _, slope_PF = reference.act_and_slope(preactivation_PF, activation)
-  delta_PF = slope_PF * product(g[:], w2[0], (1, 1))
-  return product(delta_PF.astype(x.dtype), w1[0], (1, 1))
+  Returns:
+    running_I: number of learners that any token runs, for each tile.
+    pieces_IN: number of pieces of eight rows that run each learner, flat.
+    place_IC: place of each piece in its tile, flat.
+  """
+  tiles, _, lanes = k_IBL.shape
+  runs_IBLN = k_IBL[..., None] > jnp.arange(learners)
+  count_IBN = runs_IBLN.sum(axis=2, dtype=jnp.int32)
+  # Learners that the first token of each piece runs, which runs the most.
+  most_IC = jnp.sum(
+    count_IBN[:, :, None] > jnp.arange(0, lanes, PIECE)[:, None],
+    axis=-1,
+    dtype=jnp.int32,
+  ).reshape(tiles, -1)
+  pieces_IN = jnp.sum(
+    most_IC[..., None] > jnp.arange(learners), axis=1, dtype=jnp.int32
+  )
+  place_IC = order_lib.slots(most_IC, learners)
+  return most_IC.max(axis=1), pieces_IN.ravel(), place_IC.ravel()
 
 
-def _weights_kernel(count_N, x, g, w1, b1, w2, *refs, rows, activation):
-  gradients, sums = refs[:3], refs[3:]
-  dw1_DF, db1_1F, dw2_FD = sums
-  n, i = pl.program_id(0), pl.program_id(2)
+def _kernel(
+  running_I,
+  pieces_IN,
+  place_IC,
+  k,
+  *refs,
+  unit,
+  learner,
+  learners,
+  tiles,
+  arrays,
+  sums,
+):
+  """Sums results over steps in the rows of a tile, and gradients over tiles."""
+  del running_I  # For blocks of weights.
+  refs = iter(refs)
+  (
+    inputs,
+    weights,
+    (out,),
+    gradients,
+    ordered,
+    (ordered_k, sum_PD),
+    totals,
+    (slots, done),
+  ) = (
+    list(itertools.islice(refs, n))
+    for n in (arrays, 3, 1, sums, arrays, 2, sums, 2)
+  )
+  part, i, s = (pl.program_id(axis) for axis in range(3))
+  last_tile, last_step = (pl.num_programs(axis) - 1 for axis in (1, 2))
+  tile, n = part * pl.num_programs(1) + i, learner(s)
+  exists = tile < tiles
+  blocks, pieces = out.shape[0] // LANES, LANES // PIECE
+
+  square = functools.partial(
+    jax.lax.broadcasted_iota, jnp.int32, (LANES, LANES)
+  )
+
+  def picked(row_1L, hot_LL):
+    return jnp.where(hot_LL, row_1L, 0.0).sum(axis=1, keepdims=True)
+
+  def one_hot(b):
+    return slots[pl.ds(b, 1)] == square(0)
+
+  def places(b):
+    first = (tile * blocks + b) * pieces
+    return [_rows(place_IC[first + c], PIECE) for c in range(pieces)]
 
   @pl.when(i == 0)
   def _():
-    for total in sums:
-      total[:] = jnp.zeros_like(total)
+    for total in totals:
+      total[s] = jnp.zeros(total.shape[1:], jnp.float32)
 
-  @pl.when(i * rows < count_N[n])
+  @pl.when(exists & (s == 0))
   def _():
-    runs_P1 = _runs(i, rows, count_N[n])
-    # Zero both for tokens that do not run the learner, so that these add
-    # nothing even if not finite. In float32, because not all TPUs support
-    # selects of bfloat16.
-    x_PD, g_PD = (
-      jnp.where(runs_P1, ref[:].astype(jnp.float32), 0.0).astype(ref.dtype)
-      for ref in (x, g)
-    )
-    preactivation_PF = product(x_PD, w1[0]) + b1[0]
-    hidden_PF, slope_PF = reference.act_and_slope(preactivation_PF, activation)
-    delta_PF = slope_PF * product(g_PD, w2[0], (1, 1))
-    dw1_DF[:] += product(x_PD, delta_PF.astype(x.dtype), (0, 0))
-    db1_1F[:] += jnp.sum(delta_PF, axis=0, keepdims=True)
-    dw2_FD[:] += product(hidden_PF.astype(x.dtype), g_PD, (0, 0))
+    def order(b, _):
+      k_1L = k[0, pl.ds(b, 1)].astype(jnp.float32)
+      k_L1 = picked(k_1L, square(0) == square(1))
+      # A token comes after those with more learners, and earlier equal ones.
+      after_LL = (k_L1 > k_1L) | ((k_L1 == k_1L) & (square(0) < square(1)))
+      slot_1L = after_LL.astype(jnp.float32).sum(axis=0, keepdims=True)
+      slots[pl.ds(b, 1)] = slot_1L.astype(jnp.int32)
+      hot_LL = one_hot(b)
+      arranged = [(ordered_k, picked(k_1L, hot_LL))]
+      for ref, to in zip(inputs, ordered, strict=True):
+        # Rows past the end may hold anything, as may tokens without learners,
+        # and would spread in the product. In float32, because not all TPUs
+        # support selects of bfloat16.
+        x_LD = jnp.where(
+          k_L1 > 0, ref[_rows(b, LANES)].astype(jnp.float32), 0.0
+        )
+        arranged += [
+          (to, product(hot_LL.astype(ref.dtype), x_LD.astype(ref.dtype)))
+        ]
+      for c, place in enumerate(places(b)):
+        for to, value in arranged:
+          to[place] = value[c * PIECE : (c + 1) * PIECE]
+      sum_PD[_rows(b, LANES)] = jnp.zeros((LANES, sum_PD.shape[1]), jnp.float32)
+      return _
 
-  @pl.when(i == pl.num_programs(2) - 1)
+    jax.lax.fori_loop(0, blocks, order, None)
+
+  def run(u, _):
+    @pl.when(u * pieces < pieces_IN[tile * learners + n])
+    def _():
+      rows = _rows(u, LANES)
+      result_LD, *parts = unit(
+        *(x[rows] for x in ordered),
+        ordered_k[rows] > n.astype(jnp.float32),
+        *(w[0] for w in weights),
+      )
+      sum_PD[rows] += result_LD
+      for total, of_unit in zip(totals, parts, strict=True):
+        total[s] += of_unit
+
+    return _
+
+  @pl.when(exists)
   def _():
-    for gradient, total in zip(gradients, sums, strict=True):
-      gradient[0] = total[:].astype(gradient.dtype)
+    jax.lax.fori_loop(0, blocks, run, None)
+
+  @pl.when(exists & (s == last_step))
+  def _():
+    def restore(b, _):
+      sum_LD = jnp.concatenate([sum_PD[place] for place in places(b)])
+      hot_LL = one_hot(b).astype(out.dtype)
+      restored_LD = product(hot_LL, sum_LD.astype(out.dtype), (0, 0))
+      out[_rows(b, LANES)] = restored_LD.astype(out.dtype)
+      return _
+
+    jax.lax.fori_loop(0, blocks, restore, None)
+
+  @pl.when((i == last_tile) & (s == last_step))
+  def _():
+    for gradient, total in zip(gradients, totals, strict=True):
+      copy = pltpu.make_async_copy(total, gradient.at[part], done)
+      copy.start()
+      copy.wait()
 
 
-def _runs(i, rows, count):
-  slot_P1 = i * rows + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-  return slot_P1 < count
+def _rows(block, size):
+  return pl.ds(pl.multiple_of(block * size, size), size)
 
 
-def _bias(b1_NF):
-  # Add a dimension, so that blocks of one row span a whole dimension.
-  return b1_NF.astype(jnp.float32)[:, None]
+def _outputs(x_LD, runs_L1, w1_DF, b1_1F, w2_FD, *, activation):
+  dtype = w1_DF.dtype
+  hidden_LF, _ = reference.act_and_slope(
+    product(x_LD.astype(dtype), w1_DF) + b1_1F, activation
+  )
+  y_LD = product(hidden_LF.astype(dtype), w2_FD)
+  return (jnp.where(runs_L1, y_LD, 0.0),)
 
 
-def _options(*semantics):
-  return {
-    'compiler_params': pltpu.CompilerParams(
-      dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES
-    ),
-    'interpret': interpret(),
-  }
+def _gradients(x_LD, g_LD, runs_L1, w1_DF, b1_1F, w2_FD, *, activation):
+  dtype = w1_DF.dtype
+  x_LD = x_LD.astype(dtype)
+  # Rows that do not run the learner then add nothing to any of the results.
+  g_LD = jnp.where(runs_L1, g_LD, 0.0).astype(dtype)
+  hidden_LF, slope_LF = reference.act_and_slope(
+    product(x_LD, w1_DF) + b1_1F, activation
+  )
+  delta_LF = slope_LF * product(g_LD, w2_FD, (1, 1))
+  rounded_LF = delta_LF.astype(dtype)
+  return (
+    product(rounded_LF, w1_DF, (1, 1)),
+    product(x_LD, rounded_LF, (0, 0)),
+    jnp.sum(delta_LF, axis=0, keepdims=True),
+    product(hidden_LF.astype(dtype), g_LD, (0, 0)),
+  )

@@ -29,8 +29,8 @@ _LARGE = {**_TRITON, 'up_stages': 4}
 
 TILES = {
   'triton': {'': _TRITON, 'NVIDIA A100': _LARGE, 'NVIDIA H': _LARGE},
-  # Tokens of a tile and hidden units of a step. With 512 tokens, the products
-  # take longer than reading the next step's weights, on v5e and v5p. Larger
-  # steps take half a minute to compile, because products are unrolled.
-  'pallas': {'': {'rows': 512, 'hidden': 256}},
+  # Most tokens of a tile, of which each learner runs whole units of 128, and
+  # hidden units of a step. Smaller tiles fill their last units less; smaller
+  # steps read and write the sums more often.
+  'pallas': {'': {'rows': 4096, 'hidden': 1024}},
 }
