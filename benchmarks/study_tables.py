@@ -9,6 +9,7 @@ import itertools
 
 from machine import cell, markdown, spread
 import numpy as np
+from scipy import stats
 
 # Runs of `conversion.py` that the table treats specially: the baseline of all
 # others, which `convert_smollm2.py` has too, and the one without routed blocks.
@@ -348,29 +349,55 @@ def pictures_asked(found: Mapping[str, dict]) -> str:
   return markdown([*header, *_GUESSED, 'CPU minutes'], rows)
 
 
-def scenes(found: Mapping[str, dict]) -> str:
-  """Table of methods that skip work, on scenes: costs and accuracies."""
+# Methods whose accuracies are compared by seed, in `vit_methods.py`.
+_TRAINED_ON = 'dense, trained on'
+_PAIRS = (
+  *(('A-MoD 50%', x) for x in ('MoD 50%', 'random 50%', 'dense, 4 blocks')),
+  ('MoD 50%', 'random 50%'),
+  ('A-MoD 12.5%', 'random 12.5%'),
+  *(('DynamicViT .7', x) for x in ('patches dropped at random', 'pooling')),
+  ('EViT .7', 'dense, 4 blocks'),
+)
+
+
+def methods(found: Mapping[str, dict]) -> str:
+  """Table of methods that skip work: costs and accuracies."""
   models = by_model(found)
-  trained_on = models.get('dense, trained on', {})
   dense = [run['forward_flops'] for run in models.get('dense', {}).values()]
   rows = []
   for name, of_seed in models.items():
     runs = list(of_seed.values())
-    differences = [
-      run['accuracy'] - trained_on[seed]['accuracy']
-      for seed, run in of_seed.items()
-      if seed in trained_on
-    ]
     rows.append(
       [
         *(name, str(len(runs)), over_seeds(runs, 'forward_flops', 1e-6, 1)),
         over_seeds(runs, 'forward_flops', 1 / dense[0], 2) if dense else '',
         *(over_seeds(runs, x, 100, 1) for x in ('before', 'accuracy')),
-        cell(spread(differences), 100, 1) if differences else '',
+        '' if name == _TRAINED_ON else _paired(models, name, _TRAINED_ON),
       ]
     )
   header = ['model', 'seeds', 'MFLOPs', 'of dense', 'at first, %', 'trained, %']
-  return markdown([*header, 'over dense, trained on, points'], rows)
+  return markdown([*header, f'over "{_TRAINED_ON}", points'], rows)
+
+
+def method_pairs(found: Mapping[str, dict]) -> str:
+  """Differences between methods, by seed."""
+  models = by_model(found)
+  rows = [[*pair, _paired(models, *pair)] for pair in _PAIRS]
+  return markdown(['', 'over', 'points'], rows)
+
+
+def _paired(models, name: str, other: str) -> str:
+  """Returns the mean difference of accuracies by seed, and its 95% interval."""
+  seeds = models.get(name, {}).keys() & models.get(other, {}).keys()
+  differences = [
+    100 * (models[name][x]['accuracy'] - models[other][x]['accuracy'])
+    for x in seeds
+  ]
+  if len(differences) < 2:
+    return ''.join(f'{x:.1f}' for x in differences)
+  t = stats.t.ppf(0.975, len(differences) - 1)
+  half = t * np.std(differences, ddof=1) / len(differences) ** 0.5
+  return f'{np.mean(differences):.1f} ± {half:.1f}'
 
 
 def imbalance(found: Mapping[str, dict]) -> str:

@@ -197,7 +197,13 @@ def vit_digits():
 @table
 def vit_scenes():
   """Methods that skip work, on scenes: cost and accuracy."""
-  return study_tables.scenes(studied('vit_scenes'))
+  return study_tables.methods(studied('vit_scenes'))
+
+
+@table
+def vit_scenes_pairs():
+  """Differences between methods, on scenes."""
+  return study_tables.method_pairs(studied('vit_scenes'))
 
 
 @table
