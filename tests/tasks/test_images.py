@@ -254,8 +254,9 @@ class TestPruningLoss:
     # All weights differ, so that none can stand for another.
     weights = self.WEIGHTS | {'loss': self.WEIGHTS['classification']}
     del weights['classification']
-    assert loss == pytest.approx(
-      sum(w * terms[k][0] / terms[k][1] for k, w in weights.items()), rel=1e-4
+    np.testing.assert_allclose(
+      *(loss, sum(w * terms[k][0] / terms[k][1] for k, w in weights.items())),
+      rtol=1e-4,
     )
 
     # The teacher learns nothing; all else does, the prediction heads included.

@@ -149,20 +149,6 @@ def compared(count):
   return viz.compared_curves(runs, title=TITLE)
 
 
-def crowd(rng):
-  points = [
-    {
-      'name': f'model number {i}',
-      'group': f'{i % 3}',
-      'flops': 3 + rng.normal() * 0.02,
-      'accuracy': 0.8 + rng.normal() * 0.002,
-    }
-    for i in range(20)
-  ]
-  points.append({**points[0], 'name': 'far', 'flops': 9, 'accuracy': 0.9})
-  return viz.accuracy_flops(points)
-
-
 def errors(distance_KT):
   return viz.error_by_learners(distance_KT, title=ODD, module=ODD)
 
@@ -290,7 +276,6 @@ DRAWN = {
   'histogram': lambda rng: viz.compute_histogram(
     rng.random(9), budget=0.3, title=ODD
   ),
-  'a crowd of models': crowd,
   'errors': lambda rng: errors(rng.random((9, 99))),
   'huge errors': lambda _: errors([[1, 1e-300], [0.5, 1e300]]),
   'curves': lambda _: curves(list(viz.RULES)[:4]),

@@ -1,6 +1,7 @@
 """Points stand where their numbers are, under legible names."""
 
 from matplotlib.legend import Legend
+from matplotlib.text import Text
 import numpy as np
 import pytest
 
@@ -123,6 +124,34 @@ class TestAccuracyFlops:
     np.testing.assert_array_equal(
       self.lines(figure)['pareto'].get_xydata(), [(2.6, 0.72), (3.4, 0.78)]
     )
+
+  def test_names_meet_nothing_even_in_a_crowd(self, rng, seen):
+    points = [
+      {
+        'name': f'model number {i}',
+        'group': f'{i % 3}',
+        'flops': 3 + rng.normal() * 0.02,
+        'accuracy': 0.8 + rng.normal() * 0.002,
+      }
+      for i in range(20)
+    ]
+    points.append({**points[0], 'name': 'far', 'flops': 9, 'accuracy': 0.9})
+    figure = viz.accuracy_flops(points)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    names = seen.marks(axes, 'name')
+    assert len(names) >= 5
+    assert 'far' in seen.texts(axes, 'name')
+    # Without the lines that tie names to their markers.
+    boxes = [Text.get_window_extent(text) for text in names]
+    frame = axes.get_window_extent()
+    marks = axes.transData.transform(
+      [(p['flops'], p['accuracy']) for p in points]
+    )
+    for i, box in enumerate(boxes):
+      assert box.count_overlaps(boxes[:i]) == 0
+      assert frame.x0 <= box.x0 < box.x1 <= frame.x1
+      assert not any(box.contains(*mark) for mark in marks)
 
 
 def test_seeds_are_dots_and_their_mean_a_bar(seen):
