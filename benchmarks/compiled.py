@@ -11,11 +11,11 @@ For a chip of each kind of TPU this takes libtpu, and tells cycles, those of
 them outside of kernels (copies, gathers, sorts) by operation, and bytes. XLA
 estimates the cycles of most of its own operations. For kernels and for the
 others they are the instructions that they issue, counted in the assembled code
-by the bounds of its loops, with all branches taken: but of `acm_mlp` those
-count that run: all tokens run all learners, and in `by_learners`, random
-numbers of them with each mean. That leaves out waits for memory. Bytes are what
-XLA counts for its own operations, and every array of a kernel once. For an H200
-it takes Triton, and tells registers, spilled bytes and shared memory of each
+by the bounds of its loops, with all branches taken. Only of `acm_mlp` those
+loops count that run: with all learners for all tokens, and, in `by_learners`,
+with random numbers of them. Waits for memory are left out. Bytes are what XLA
+counts for its own operations, and every array of a kernel once. For an H200 it
+takes Triton, and tells registers, spilled bytes and shared memory of each
 kernel, as ptxas assembles it. Floors: every array moved once, and every product
 at the peak. The result is written beside this file as JSON.
 """
@@ -159,10 +159,9 @@ def on_tpu(name: str, op: str, direction: str, which: str, folder) -> dict:
     args += args[:1]
   function = program(op, direction, 'xla' if which == 'xla' else None)
   with tiles.trying(**({'row': 0} if which == 'blocks' else {})):
-    told = estimated(name, function, args, folder)
-  all_loops = told.pop('loops')
+    told, kernels = estimated(name, function, args, folder)
   if (op, which) == ('acm_mlp', 'kernels'):
-    cycles = by_learners(*(name, direction, told['outside_kernels'], all_loops))
+    cycles = by_learners(*(name, direction, told['outside_kernels'], kernels))
     told |= {'cycles': [*cycles.values()][-1], 'by_learners': cycles}
   moved, flops = minimum(op, direction)
   return {
@@ -173,7 +172,7 @@ def on_tpu(name: str, op: str, direction: str, which: str, folder) -> dict:
 
 
 def by_learners(
-  name: str, direction: str, outside: int, all_loops
+  name: str, direction: str, outside: int, kernels: list[dict]
 ) -> dict[float, int]:
   """Returns cycles of `acm_mlp` by the mean number of learners.
 
@@ -185,7 +184,7 @@ def by_learners(
     name: of the chip, whose cores share the tiles.
     direction: `forward` or `gradient`.
     outside: cycles outside of kernels.
-    all_loops: of each kernel, by its cycles.
+    kernels: the others, as of `operations`.
   """
   x_TD, *weights, _ = shapes('acm_mlp')
   learners, cores = weights[0].shape[0], CHIPS[name].units // 4
@@ -194,9 +193,11 @@ def by_learners(
   if direction == 'gradient':  # Its kernel is the longest.
     plans += [functools.partial(pallas_tpu.backward_plan, *arrays, x_TD)]
 
-  def cycles(plan, kernel_loops):
-    (grid,) = (loop for loop in kernel_loops if loop.depth == 1)
-    inner = [loop for loop in kernel_loops if loop.depth == 2]
+  kernels = sorted(kernels, key=lambda kernel: kernel['cycles'])
+
+  def cycles(plan, kernel):
+    (grid,) = (loop for loop in kernel['loops'] if loop.depth == 1)
+    inner = [loop for loop in kernel['loops'] if loop.depth == 2]
     *others, rows = sorted(inner, key=lambda loop: loop.bundles)
     once = sum(loop.times * loop.bundles for loop in others)
     rest = grid.bundles - once - rows.times * rows.bundles
@@ -215,15 +216,21 @@ def by_learners(
     totals[float(mean)] = int(
       outside
       + sum(
-        cycles(plan(order), all_loops[kernel])
-        for plan, kernel in zip(plans, sorted(all_loops), strict=True)
+        cycles(plan(order), kernel)
+        for plan, kernel in zip(plans, kernels, strict=True)
       )
     )
   return totals
 
 
-def estimated(name: str, function, args, folder: pathlib.Path) -> dict:
-  """Compiles a function for a chip, and returns what the compiler tells."""
+def estimated(
+  name: str, function, args, folder: pathlib.Path
+) -> tuple[dict, list[dict]]:
+  """Compiles a function for a chip.
+
+  Returns:
+    What the compiler tells, and those of the `operations` that are kernels.
+  """
   chip = CHIPS[name]
   (found,) = slices.parse(chip.topology)
   sharding = jax.sharding.SingleDeviceSharding(found.devices()[0])
@@ -240,15 +247,15 @@ def estimated(name: str, function, args, folder: pathlib.Path) -> dict:
       outside[x['opcode']] += x['cycles']
   memory = compiled.cost_analysis()['bytes accessed']
   memory += sum(x['bytes'] for x in kernels)
-  return {
+  told = {
     'cycles': sum(x['cycles'] for x in found),
-    'loops': {x['cycles']: x['loops'] for x in kernels},
     'outside_kernels': sum(outside.values()),
     'outside': {k: n for k, n in outside.most_common() if n},
     'bytes': memory,
     'spills': sum(x['spills'] for x in kernels),
     'memory_cycles': chip.floor(memory, 0)['bytes'],
   }
+  return told, kernels
 
 
 @contextlib.contextmanager

@@ -4,9 +4,9 @@
 
 For a v5e, in bfloat16: an eighth of 2,048 tokens of width 768 in a batch of 8,
 as a routed language model takes them, and half of the 197 tokens of a ViT-B on
-128 images. They are gathered, and their results added in their places, by
-index or as products with one-hot rows. What the figures
-are is said in `compiled.py`. The result is written beside this file as JSON.
+128 images. They are gathered, and their results added in their places, by index
+or as products with one-hot rows. What the figures are is said in `compiled.py`.
+The result is written beside this file as JSON.
 """
 
 import json
@@ -67,7 +67,7 @@ def main(_):
   cells = []
   with compiled.dumped() as folder:
     for what, how, function, args in programs():
-      told = compiled.estimated('v5e', function, args, folder)
+      told, _ = compiled.estimated('v5e', function, args, folder)
       cells.append({'what': what, 'how': how, **told})
       print(json.dumps(cells[-1]), file=sys.stderr, flush=True)
   results_lib.save(__file__, {'device': 'v5e', 'cells': cells})

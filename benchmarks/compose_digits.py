@@ -17,11 +17,11 @@ import sys
 from absl import app, flags
 import machine
 from machine import point, spread
-from study import Study, forward_flops
+from study import Study, of_images
 import study_tables
 
 from mod_jax import config as config_lib
-from mod_jax import flops, viz
+from mod_jax import viz
 from mod_jax.tasks.experiment import ExperimentConfig
 
 _STUDY = Study(__file__, 'runs/compose_digits')
@@ -55,15 +55,7 @@ def load(path: str, variant: str) -> ExperimentConfig:
 
 def tell(config: ExperimentConfig, metrics: dict) -> dict:
   """Returns the result of a run."""
-  return {
-    'accuracy': metrics['accuracy'],
-    'loss': metrics['loss'],
-    'load': metrics.get('load'),
-    'forward_flops': forward_flops(config, metrics.get('load')),
-    'params': flops.num_params(config.model),
-    'steps': config.train.num_steps,
-    'batch': _BATCH.value,
-  }
+  return {**of_images(config, metrics), 'batch': _BATCH.value}
 
 
 def draw(runs: dict[str, list[dict]]):

@@ -41,6 +41,19 @@ def forward_flops(config: ExperimentConfig, load: float | None) -> float:
   return total - (1 - load) * sum(x.get('learners', 0) for _, x in table)
 
 
+def of_images(config: ExperimentConfig, metrics: dict) -> dict:
+  """Returns the result of a vision model's run."""
+  return {
+    'accuracy': metrics['accuracy'],
+    'loss': metrics['loss'],
+    'load': metrics.get('load'),
+    'forward_flops': forward_flops(config, metrics.get('load')),
+    'params': flops.num_params(config.model),
+    'steps': config.train.num_steps,
+    'batch': config.train.batch_size,
+  }
+
+
 def of_language(config: ExperimentConfig, metrics: dict) -> dict:
   """Returns the result of a language model's run."""
 

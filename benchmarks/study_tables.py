@@ -382,16 +382,18 @@ def methods(found: Mapping[str, dict]) -> str:
 def method_pairs(found: Mapping[str, dict]) -> str:
   """Differences between methods, by seed."""
   models = by_model(found)
-  rows = [[*pair, _paired(models, *pair)] for pair in _PAIRS]
-  return markdown(['', 'over', 'points'], rows)
+  rows = [
+    [*pair, *(_paired(models, *pair, key) for key in ('before', 'accuracy'))]
+    for pair in _PAIRS
+  ]
+  return markdown(['', 'over', 'at first, points', 'trained, points'], rows)
 
 
-def _paired(models, name: str, other: str) -> str:
+def _paired(models, name: str, other: str, key: str = 'accuracy') -> str:
   """Returns the mean difference of accuracies by seed, and its 95% interval."""
   seeds = models.get(name, {}).keys() & models.get(other, {}).keys()
   differences = [
-    100 * (models[name][x]['accuracy'] - models[other][x]['accuracy'])
-    for x in seeds
+    100 * (models[name][x][key] - models[other][x][key]) for x in seeds
   ]
   if len(differences) < 2:
     return ''.join(f'{x:.1f}' for x in differences)

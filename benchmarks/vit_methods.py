@@ -15,11 +15,11 @@ import functools
 import re
 
 import machine
-from study import Study, forward_flops
+from study import Study, of_images
 import study_tables
 
 from mod_jax import config as config_lib
-from mod_jax import flops, viz
+from mod_jax import viz
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -135,16 +135,8 @@ class Methods:
     before = [
       x['accuracy'] for x in lines if x['kind'] == 'eval' and not x['step']
     ]
-    return {
-      'before': before[0] if before else None,
-      'accuracy': metrics['accuracy'],
-      'loss': metrics['loss'],
-      'load': metrics.get('load'),
-      'forward_flops': forward_flops(config, metrics.get('load')),
-      'params': flops.num_params(config.model),
-      'steps': config.train.num_steps,
-      'batch': config.train.batch_size,
-    }
+    at_first = {'before': before[0] if before else None}
+    return at_first | of_images(config, metrics)
 
   def _draw(self, found: dict[str, dict]):
     """Returns a picture of accuracy over compute; bars are over seeds."""

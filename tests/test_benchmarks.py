@@ -325,8 +325,11 @@ def test_kernels_move_and_spill_no_more_than_they_did():
     assert cell['outside_kernels'] <= outside * cell['cycles']
     if cell['op'] == 'acm_mlp':
       # Tokens that run no learner cost little.
-      at_none, *_, at_all = cell['by_learners'].values()
-      assert at_none <= 0.1 * at_all
+      cycles = [*cell['by_learners'].values()]
+      assert cycles[0] <= 0.1 * cycles[-1]
+      means = [*cell['by_learners']]
+      line = np.polyval(np.polyfit(means, cycles, 1), means)
+      assert np.abs(cycles - line).max() <= 0.05 * cycles[-1]
   assert {(cell['device'], cell['op']) for cell in cells} == {
     (device, op) for device in ('v5e', 'H200') for op in MOVED
   }

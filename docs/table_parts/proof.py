@@ -3,6 +3,7 @@
 import math
 
 from machine import markdown
+import numpy as np
 
 from table_parts.common import measured, read_csv, table
 
@@ -205,17 +206,21 @@ def compiled_learners():
   cells = [
     cell for cell in measured('compiled')['cells'] if 'by_learners' in cell
   ]
-  means = [*cells[0]['by_learners']][::2]
-  return markdown(
-    ['chip', 'direction', *(f'{float(mean):g}' for mean in means)],
-    [
+  rows = []
+  for cell in cells:
+    cycles = list(cell['by_learners'].values())
+    means = [float(mean) for mean in cell['by_learners']]
+    off_line = cycles - np.polyval(np.polyfit(means, cycles, 1), means)
+    rows.append(
       [
         *(cell['device'], cell['direction']),
-        *(f'{cell["by_learners"][mean] / 1e3:,.0f}' for mean in means),
+        *(f'{n / 1e3:,.0f}' for n in cycles[::2]),
+        f'{cycles[0] / cycles[-1]:.1%}',
+        f'{np.abs(off_line).max() / cycles[-1]:.1%}',
       ]
-      for cell in cells
-    ],
-  )
+    )
+  header = ['chip', 'direction', *(f'{mean:g}' for mean in means[::2])]
+  return markdown([*header, 'first over last', 'off a line'], rows)
 
 
 @table

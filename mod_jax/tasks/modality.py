@@ -67,7 +67,7 @@ class Modality(Data):
 
   @abc.abstractmethod
   def endless(self, **kwargs):
-    """Returns an endless iterator; keywords as in `data.images`."""
+    """Returns an endless iterator; keywords as of `data.batches`."""
 
   @abc.abstractmethod
   def rows_per_epoch(self) -> int:
