@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LM_EVAL := $(VENV)/.lm_eval_installed
+CUDA := $(VENV)/cuda/.installed
 WORKDIR ?= runs/mod
 # Two workers. The tests of a file stay together, since they share compiled
 # programs. Files keep their order: xdist would leave those with few tests, which
@@ -63,7 +64,7 @@ test-fast: $(STAMP)
 # What takes long: whole runs, rare combinations, notebooks, benchmarks, programs
 # for accelerators that are not here, several hosts, wheels; and
 # lm-evaluation-harness, of whose packages three are built from source.
-test-slow: $(LM_EVAL)
+test-slow: $(LM_EVAL) $(CUDA)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
 lint: $(STAMP)
@@ -80,7 +81,7 @@ format: $(STAMP)
 
 # Leaves the downloads in .venv; the next make only looks them through.
 clean:
-	rm -rf $(STAMP) $(LM_EVAL) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(STAMP) $(LM_EVAL) $(CUDA) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find mod_jax kernels configs tests -name __pycache__ -prune -exec rm -rf {} +
 
 # A Python that is too old is found out here, not by an installer's backtrace.
@@ -116,4 +117,11 @@ $(STAMP): requirements.txt requirements-no-deps.txt setup.cfg pyproject.toml .py
 $(LM_EVAL): requirements-lm-eval.txt $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --require-hashes --no-deps -r requirements-lm-eval.txt
+	@touch $@
+
+# Not where JAX would find it by itself: it would miss a GPU at every start.
+$(CUDA): requirements-cuda.txt $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --require-hashes --no-deps --upgrade --target $(VENV)/cuda \
+	  -r requirements-cuda.txt
 	@touch $@

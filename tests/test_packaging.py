@@ -154,6 +154,7 @@ def test_pins_meet_what_setup_asks_for(setup_cfg):
   lm_eval = pins_of('requirements-lm-eval.txt')
   no_deps = pins_of('requirements-no-deps.txt')
   assert no_deps == {'jax-cuda13-plugin': base['jax']}
+  assert pins_of('requirements-cuda.txt')['jax-cuda13-pjrt'] == base['jax']
   assert not base.keys() & lm_eval.keys()
   extras = setup_cfg['options.extras_require']
   required = setup_cfg['options']['install_requires']

@@ -6,8 +6,10 @@ test is all that it says.
 
 import contextlib
 import functools
+import pathlib
 import re
 import string
+import sys
 
 from flax import linen as nn
 import jax
@@ -29,6 +31,9 @@ from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.checkpoints import Checkpointer
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
+
+# Where `make test-slow` installs what compiles programs for GPUs.
+GPU_COMPILER = pathlib.Path(sys.prefix) / 'cuda'
 
 # The vocabulary is left at that of bytes, which every text has.
 LM = LMConfig(num_layers=2, width=8, num_heads=2, mlp_dim=8, routing=None)

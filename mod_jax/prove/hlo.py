@@ -25,9 +25,20 @@ _COLLECTIVES = (
   'collective-broadcast',
   'collective-permute',
 )
+_KERNELS = (
+  *('tpu_custom_call', 'triton_kernel_call_ffi', 'mosaic_gpu'),
+  '__cudnn$fmha',
+)
 _BRANCHES = ('true_computation', 'false_computation')
 # Opcodes whose result is their first operand.
 _COPIES = ('bitcast', 'convert', 'copy', 'copy-start', 'copy-done')
+# Opcodes for which a GPU launches nothing.
+_NOTHING = (
+  *('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast'),
+  *('copy-done', 'async-done', 'after-all', 'partition-id', 'replica-id'),
+)
+_SLICES = ('dynamic-slice', 'gather', 'slice')
+_UPDATES = ('dynamic-update-slice', 'scatter')
 _COMPUTATION = re.compile(r'(ENTRY )?%?([\w.-]+) \(.*\{$')
 _INSTRUCTION = re.compile(r'  (ROOT )?%?([\w.-]+) = ')
 _SHAPE = re.compile(r'([a-z]\w*)\[([\d,]*)\]')
@@ -79,11 +90,12 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A call of a custom kernel, such as those written in Pallas."""
+  """A call of a custom kernel: one written in Pallas or Triton, or cuDNN's."""
 
   name: str
   operands: tuple[tuple[str, tuple[int, ...]], ...]  # Dtypes and shapes.
   count: int = 1  # Number of executions in a run of the program.
+  causal: bool = False  # Whether it is told to mask pairs; only cuDNN is.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +135,35 @@ def cost(text: str) -> Cost:
   parts = list(_Program(text).parts())
   kinds = (Product, Collective, Kernel, str)
   return Cost(*(tuple(x for x in parts if isinstance(x, k)) for k in kinds))
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+  """Programs that a GPU starts one after another for an operation.
+
+  Attributes:
+    name: of the operation.
+    opcode: `fusion`, `custom-call` and so on.
+    bytes: of memory that an execution reads and writes, each array once; of
+      arrays of which only slices are read or replaced, those of the slices.
+    count: executions in a run of the program; 1 in a loop whose trip count is
+      unknown.
+  """
+
+  name: str
+  opcode: str
+  bytes: int
+  count: int
+
+
+def launches(text: str) -> list[Launch]:
+  """Returns what a GPU's program launches, and what its host waits for.
+
+  A loop whose trip count is unknown is listed besides as a `while`, and a
+  branch as a `conditional`, without bytes: the host waits to decide. Of a
+  branch's ways, that with the most launches counts.
+  """
+  return list(_Program(text).launches())
 
 
 def _flops(parts) -> int:
@@ -184,6 +225,24 @@ class _Computation(dict):
   def operands(self, instruction: _Instruction) -> list[_Instruction]:
     return [self[name] for name in instruction.operands]
 
+  def uses(self, instruction: _Instruction) -> list[_Instruction]:
+    """Returns the users of a value, and in place of copies theirs."""
+    found = []
+    for user in self.values():
+      if instruction.name in user.operands:
+        found += self.uses(user) if user.opcode in _COPIES else [user]
+    return found
+
+  def results(self) -> list[_Instruction]:
+    root = self.root
+    return self.operands(root) if root.opcode == 'tuple' else [root]
+
+  def source(self, instruction: _Instruction) -> _Instruction:
+    """Returns what a value is a copy of."""
+    while instruction.opcode in _COPIES:
+      (instruction,) = self.operands(instruction)
+    return instruction
+
 
 _Part = Product | Collective | Kernel | str  # A text names an endless loop.
 
@@ -222,8 +281,8 @@ class _Program:
     kind = opcode.removesuffix('-start')
     if opcode in ('dot', 'convolution'):
       lhs, rhs = (x.shape for x in computation.operands(instruction))
-      flops = (_dot if opcode == 'dot' else _convolution)(instruction, lhs, rhs)
       shapes, source = (lhs, rhs, instruction.shape), instruction.source
+      flops = (_dot if opcode == 'dot' else _convolution)(instruction, *shapes)
       yield Product(shapes, flops, source, own=bool(source), count=count)
     elif kind in _COLLECTIVES:
       payload = sum(x.bytes for x in computation.operands(instruction))
@@ -255,11 +314,93 @@ class _Program:
       ]
       # Which branch runs is unknown: assume the one with the most FLOPs.
       yield from max(branches, key=_flops)
-    elif 'tpu_custom_call' in instruction.attributes:
-      operands = computation.operands(instruction)
-      arrays = tuple(x.arrays[0] for x in operands)
-      # The compiler adds a unique suffix to the kernel's name.
-      yield Kernel(re.sub(r'(\.\w+)*$', '', instruction.name), arrays, count)
+    elif opcode == 'custom-call':
+      called = re.search(
+        r'custom_call_target="([^"]*)"', instruction.attributes
+      )
+      if called[1].startswith('__cudnn$conv'):
+        yield self._by_cudnn(computation, instruction, called[1], count)
+      elif called[1].startswith(_KERNELS):
+        operands = computation.operands(instruction)
+        yield Kernel(
+          # The compiler adds a unique suffix to the kernel's name.
+          re.sub(r'(\.\w+)*$', '', instruction.name),
+          tuple(x.arrays[0] for x in operands),
+          count,
+          'CAUSAL' in instruction.attributes,
+        )
+
+  def _by_cudnn(self, computation, instruction, called: str, count: int):
+    """Returns a convolution or one of its gradients, of forward's FLOPs."""
+    first, second, *_ = (x.shape for x in computation.operands(instruction))
+    result = instruction.arrays[0][1]  # Then comes a buffer to work in.
+    lhs, rhs, out = {
+      '__cudnn$convBackwardInput': (result, second, first),
+      '__cudnn$convBackwardFilter': (first, result, second),
+    }.get(called, (first, second, result))
+    flops = _convolution(instruction, lhs, rhs, out)
+    source, shapes = instruction.source, (first, second, result)
+    return Product(shapes, flops, source, own=bool(source), count=count)
+
+  def launches(self, name: str | None = None, count: int = 1):
+    """Yields the launches of a computation, as `parts`."""
+    computation = self._computations[name or self._entry]
+    for instruction in computation.values():
+      opcode = instruction.opcode
+      if opcode in _NOTHING:
+        continue
+      if opcode == 'while':
+        (body,), (condition,) = map(
+          instruction.computations, ('body', 'condition')
+        )
+        trips = self._trips(computation, instruction, body, condition)
+        times = count * (1 if trips is None else trips)
+        yield from self.launches(body, times)
+        yield from self.launches(condition, times)
+        if trips is None:
+          yield Launch(instruction.name, opcode, 0, count)
+      elif opcode == 'conditional':
+        branches = [
+          list(self.launches(called, count))
+          for branch in ('branch_computations', *_BRANCHES)
+          for called in instruction.computations(branch)
+        ]
+        yield from max(branches, key=len)
+        yield Launch(instruction.name, opcode, 0, count)
+      elif opcode == 'call':
+        (called,) = instruction.computations('to_apply')
+        yield from self.launches(called, count)
+      else:
+        moved = self._moved(computation, instruction)
+        yield Launch(instruction.name, opcode, moved, count)
+
+  def _moved(self, computation, instruction) -> int:
+    """Returns the bytes that an operation reads and writes."""
+    operands = computation.operands(instruction)
+    if instruction.opcode != 'fusion':
+      return instruction.bytes + sum(x.bytes for x in operands)
+    fused = self._computations[instruction.computations('calls')[0]]
+    total = 0
+    for parameter in fused.values():
+      if parameter.opcode != 'parameter':
+        continue
+      uses = fused.uses(parameter)
+      if all(
+        x.opcode in _SLICES and x.operands[0] == parameter.name for x in uses
+      ):
+        total += sum(x.bytes for x in uses)
+      elif not all(
+        x.opcode in _UPDATES and x.operands[0] == parameter.name for x in uses
+      ):
+        total += parameter.bytes
+    for result in fused.results():
+      replaced = fused.source(result)
+      if replaced.opcode in _UPDATES:
+        update = replaced.operands[2 if replaced.opcode == 'scatter' else 1]
+        total += fused[update].bytes
+      else:
+        total += result.bytes
+    return total
 
   def _fused(self, instruction, count):
     """Yields the parts of a fusion, with names for those that lack them."""
@@ -367,15 +508,12 @@ def _bits(dtype: str) -> int:
   return 8 if dtype == 'pred' else int(match[0]) if match else 0
 
 
-def _dot(instruction, lhs, rhs) -> int:
-  del rhs
+def _dot(instruction, lhs, _, out) -> int:
   contracted = instruction.dimensions('lhs_contracting_dims')
-  return (
-    2 * math.prod(instruction.shape) * math.prod(lhs[i] for i in contracted)
-  )
+  return 2 * math.prod(out) * math.prod(lhs[i] for i in contracted)
 
 
-def _convolution(instruction, lhs, rhs) -> int:
+def _convolution(instruction, lhs, rhs, out) -> int:
   """Returns the FLOPs of a convolution.
 
   The TPU compiler turns matrix products into convolutions, with the head axis
@@ -383,7 +521,6 @@ def _convolution(instruction, lhs, rhs) -> int:
   """
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   of_lhs, of_rhs, of_out = labels.groups()
-  out = instruction.shape
   match = re.search(r'window=\{([^}]*)\}', instruction.attributes)
   window = dict(x.split('=') for x in match[1].split()) if match else {}
   pairs = 1

@@ -1,4 +1,4 @@
-"""Proves that runs compile and fit on slices of TPUs, before renting them.
+"""Proves that runs compile and fit on TPUs or GPUs, before renting them.
 
 The real training step, sharded as in the run, is compiled ahead of time for a
 slice that need not be present. The compiled program shows the memory, the
@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import math
@@ -152,7 +151,6 @@ def prove(
   """
   path = None
   if cache is not None:
-    topology.check_compiler()  # Its version is part of the key.
     path = paths.expand(cache) / f'{_key(config, topology)}.json'
     if path.is_file():
       record = json.loads(path.read_text())
@@ -192,7 +190,7 @@ def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
   """Returns the lowered training step of a run on the devices of its mesh."""
   task = make_task(config)
   mesh = parallel.make_mesh(config.mesh, devices)
-  with jax.set_mesh(mesh), choice.made_for('tpu'):
+  with jax.set_mesh(mesh), choice.made_for(devices[0]):
     optimizer, abstract = state_lib.of_run(task, mesh)
     batch = parallel.abstract_batch(task.modality.batch_shapes(), mesh)
     step = jit_step(
@@ -358,8 +356,8 @@ def define_flags() -> None:
   flags.DEFINE_list(
     'topology',
     None,
-    'Slices of TPUs such as v5e:4x4,v5p:4x4x4; v5e alone stands for the'
-    ' smallest of its slices that a run fits on.',
+    'Slices of TPUs or GPUs of a host, such as v5e:4x4,v5p:4x4x4,h100:8; v5e'
+    ' alone stands for the smallest of its slices that a run fits on.',
     required=True,
   )
 
@@ -385,7 +383,7 @@ def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
   for path in irrelevant:
     *parents, name = path.split('.')
     functools.reduce(operator.getitem, parents, fields).pop(name)
-  versions = map(importlib.metadata.version, ('jax', 'libtpu'))
+  versions = jax.__version__, topology.compiler()
   text = json.dumps([fields, topology.name, *versions, _code()])
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -425,16 +423,18 @@ def _compiled(proof: Proof, config, topology) -> Proof:
   for part in cost.collectives:
     count, sent = collectives.get(part.kind, (0, 0.0))
     collectives[part.kind] = (count + part.count, sent + part.sent)
-    group = [mesh[i].coords for i in part.group]
-    network += part.sent / topology.bandwidth(group)
-  return dataclasses.replace(
-    proof,
-    memory=memory.argument_size_in_bytes
+    network += part.sent / topology.bandwidth([mesh[i] for i in part.group])
+  needed = (
+    memory.argument_size_in_bytes
     + memory.output_size_in_bytes
     - memory.alias_size_in_bytes
     + memory.temp_size_in_bytes
-    + memory.generated_code_size_in_bytes,
-    fits=True,
+    + memory.generated_code_size_in_bytes
+  )
+  return dataclasses.replace(
+    proof,
+    memory=needed,
+    fits=needed <= proof.available,  # For a GPU it compiles all the same.
     products=products,
     again=again,
     collectives=dict(sorted(collectives.items())),
@@ -455,13 +455,20 @@ def _needed(refusal: str, state: int) -> int:
   return used if what == 'Used ' else used + state
 
 
-# The kernels of splash attention: the number of matrix products that a model's
-# FLOPs count, and the number that the kernel computes. Both backward kernels
-# recompute the attention weights, and `dkv` recomputes their gradient as well.
-_SPLASH = {
+# The kernels of splash attention and of cuDNN: the number of matrix products
+# that a model's FLOPs count, and the number that the kernel computes. Backward
+# kernels recompute the attention weights, and `dkv` their gradient as well.
+_ATTENTION = {
   'splash_mha_fwd': (2, 2),
   'splash_mha_dq': (2, 3),
   'splash_mha_dkv': (2, 4),
+  'dot_product_attention_fwd': (2, 2),
+  'dot_product_attention_bwd': (4, 5),
+}
+# A rematerialised forward pass runs the same kernel again.
+_BACKWARD = {
+  'splash_mha_fwd': 'splash_mha_dq',
+  'dot_product_attention_fwd': 'dot_product_attention_bwd',
 }
 
 
@@ -475,18 +482,18 @@ def kernel_flops(
   """
   counts, others = collections.Counter(), {}
   for kernel in kernels:
-    part = next((p for p in _SPLASH if kernel.name.startswith(p)), None)
+    part = next((p for p in _ATTENTION if kernel.name.startswith(p)), None)
     if part is None:
       others[kernel.name] = None
     else:
       counts[part, *_product_flops(kernel)] += kernel.count
   useful, total = 0, 0
   for (part, needed, computed), count in counts.items():
-    useful_products, all_products = _SPLASH[part]
+    useful_products, all_products = _ATTENTION[part]
     total += count * all_products * computed
-    if part == 'splash_mha_fwd':
-      # A rematerialised forward pass runs the same kernel again.
-      count = min(count, counts['splash_mha_dq', needed, computed] or count)
+    if part in _BACKWARD:
+      backward = counts[_BACKWARD[part], needed, computed]
+      count = min(count, backward or count)
     useful += count * useful_products * needed
   return useful, total - useful, tuple(others)
 
@@ -497,7 +504,12 @@ def _product_flops(kernel: hlo.Kernel) -> tuple[int, int]:
   masks = [shape for dtype, shape in kernel.operands if dtype == 's8']
   arrays = [s for dtype, s in kernel.operands if dtype in ('bf16', 'f32')]
   (*batch, queries, channels), (*_, keys, _), *_ = arrays
+  if kernel.name.startswith('dot_product_attention'):  # Heads come behind.
+    *batch, queries, heads, channels = arrays[0]
+    batch, keys = (*batch, heads), arrays[1][1]
   needed = computed = queries * keys
+  if kernel.causal:  # Of the masked pairs, cuDNN computes few.
+    needed = computed = queries * (queries + 1) // 2
   if masks:
     _, rows, columns = masks[0]
     block_q, block_k = queries // rows, keys // columns

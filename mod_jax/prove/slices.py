@@ -1,12 +1,14 @@
-"""Slices of TPUs to compile for; this takes libtpu, but no TPU.
+"""TPUs and GPUs to compile for, which need not be present.
 
-A slice is named as in Google Cloud, `v5e:4x4` or `v5p:4x4x4`.
+A slice of TPUs is named as in Google Cloud, `v5e:4x4` or `v5p:4x4x4`, and takes
+libtpu. The GPUs of a host are named by their number, `h100:8`, and take JAX's
+plugin for NVIDIA GPUs.
 """
 
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import importlib.util
+import importlib.metadata
 import math
 import os
 import re
@@ -19,16 +21,108 @@ from mod_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-  """Specification of a kind of TPU; its FLOP/s are in `peaks`."""
+  """Specification of a kind of chip; its FLOP/s are in `peaks`."""
 
-  memory: int  # Bytes of HBM.
+  memory: int  # Bytes that a program can have.
   link: float  # Bytes/s from a chip to a neighbour, in each direction.
+  slices: tuple[str, ...]  # Those on offer, from the smallest to the largest.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tpu(Chip):
+  """A kind of TPU, whose chips are the points of a grid."""
+
+  platform = 'tpu'
+  compilers = ('libtpu',)  # Packages of which one is needed.
+  package = 'libtpu'  # Installs one.
+
   # An axis of the slice whose size is a multiple of this is a ring, and any
   # other one a line.
   ring: int
-  slices: tuple[str, ...]  # Those on offer, from the smallest to the largest.
   # Further options with which libtpu shows one device per chip.
   options: tuple[tuple[str, str], ...] = ()
+
+  def topology(self, found: 'Slice') -> dict[str, object]:
+    """Returns what JAX is told to describe a slice."""
+    # Set here and not globally: they only matter to libtpu.
+    os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+    os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
+    options = dict(self.options)
+    if found.num_chips == 1:  # Hosts of larger slices have four chips.
+      options['chips_per_host_bounds'] = (1, 1, 1)
+    return {'topology_name': found.name, **options}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu(Chip):
+  """A kind of NVIDIA GPU, all of one host."""
+
+  platform = 'cuda'
+  compilers = ('jax-cuda13-pjrt', 'jax-cuda12-pjrt')
+  package = 'jax[cuda13]'
+
+  name: str  # JAX's `device_kind`.
+  bandwidth: int  # Bytes/s of the memory.
+  capacity: int  # Bytes of the memory.
+
+  def topology(self, found: 'Slice') -> dict[str, object]:
+    """Returns what JAX is told to describe the GPUs of a host."""
+    return {
+      'topology': f'1x1x{found.num_chips}',
+      'target_config': _HOPPER.format(
+        name=self.name, bandwidth=self.bandwidth, memory=self.capacity
+      ),
+    }
+
+
+# What XLA asks a GPU of this generation: NVIDIA's H100 data sheet, and the
+# technical specifications of compute capability 9.0 in the CUDA C++ programming
+# guide.
+_HOPPER = """
+  platform_name: "CUDA"
+  device_description_str: "{name}"
+  runtime_version {{ major: 13 }}
+  dnn_version_info {{ major: 9 minor: 10 }}
+  gpu_device_info {{
+    cuda_compute_capability {{
+      major: 9
+      feature_extension: ACCELERATED_FEATURES
+    }}
+    core_count: 132
+    fpus_per_core: 128
+    clock_rate_ghz: 1.98
+    device_memory_size: {memory}
+    memory_bandwidth: {bandwidth}
+    l2_cache_size: 52428800
+    threads_per_warp: 32
+    threads_per_block_limit: 1024
+    threads_per_core_limit: 2048
+    registers_per_block_limit: 65536
+    registers_per_core_limit: 65536
+    shared_memory_per_block: 49152
+    shared_memory_per_block_optin: 232448
+    shared_memory_per_core: 233472
+    block_dim_limit_x: 2147483647
+    block_dim_limit_y: 65535
+    block_dim_limit_z: 65535
+  }}
+"""
+
+
+def _hopper(name: str, capacity: int, bandwidth: int) -> Gpu:
+  """Returns a GPU with NVLink's 450 GB/s through switches, up to 8 in a host.
+
+  Of its memory a program has 75%, as long as JAX's setting
+  XLA_PYTHON_CLIENT_MEM_FRACTION is not changed.
+  """
+  return Gpu(
+    name=name,
+    capacity=capacity,
+    bandwidth=bandwidth,
+    memory=capacity * 3 // 4,
+    link=450e9,
+    slices=('1', '2', '4', '8'),
+  )
 
 
 _PLANES = ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16')
@@ -41,21 +135,24 @@ _CUBES = ('4x4x4', '4x4x8', '4x8x8', '8x8x8', '8x8x16', '8x16x16', '16x16x16')
 # 2025, How to scale your model, chapter 2
 # (https://jax-ml.github.io/scaling-book/tpus).
 CHIPS = {
-  'v4': Chip(
+  'v4': Tpu(
     memory=32 * 2**30,
     link=50e9,
     ring=4,
     slices=('2x2x1', '2x2x2', '2x2x4', '2x4x4', *_CUBES),
     options=(('chip_config_name', 'megacore'),),
   ),
-  'v5e': Chip(memory=16 * 2**30, link=50e9, ring=16, slices=_PLANES),
-  'v5p': Chip(
+  'v5e': Tpu(memory=16 * 2**30, link=50e9, ring=16, slices=_PLANES),
+  'v5p': Tpu(
     memory=95 * 2**30,
     link=100e9,
     ring=4,
     slices=('2x2x1', '2x2x2', '2x4x4', *_CUBES, '16x16x24'),
   ),
-  'v6e': Chip(memory=32 * 2**30, link=100e9, ring=16, slices=_PLANES),
+  'v6e': Tpu(memory=32 * 2**30, link=100e9, ring=16, slices=_PLANES),
+  # Memory as the driver tells it; bandwidths are from NVIDIA's data sheets.
+  'h100': _hopper('NVIDIA H100 80GB HBM3', 84_929_347_584, 3_350_000_000_000),
+  'h200': _hopper('NVIDIA H200', 150_013_214_720, 4_800_000_000_000),
 }
 
 
@@ -78,41 +175,45 @@ class Slice:
   def num_chips(self) -> int:
     return math.prod(self.sizes)
 
-  def check_compiler(self) -> None:
-    """Raises UserError where libtpu is not installed."""
-    if importlib.util.find_spec('libtpu') is None:
-      raise UserError(
-        f'{self.name} can only be compiled for with libtpu, the TPU compiler,'
-        ' which is not installed: pip install libtpu.'
-      )
+  def compiler(self) -> str:
+    """Returns the compiler's version; raises UserError if there is none."""
+    for name in self.chip.compilers:
+      with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return f'{name} {importlib.metadata.version(name)}'
+    raise UserError(
+      f'{self.name} can only be compiled for with {self.chip.package}, which is'
+      f' not installed: pip install {self.chip.package!r}.'
+    )
 
   def devices(self) -> list[jax.Device]:
-    """Returns the slice's chips as devices to compile for."""
-    self.check_compiler()
-    # Set here and not globally: they only matter to libtpu.
-    os.environ['TPU_SKIP_MDS_QUERY'] = '1'
-    os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
+    """Returns the chips as devices to compile for."""
+    self.compiler()
     from jax.experimental import topologies
 
-    options = dict(self.chip.options)
-    if self.num_chips == 1:  # Hosts of larger slices have four chips.
-      options['chips_per_host_bounds'] = (1, 1, 1)
     try:
       topology = topologies.get_topology_desc(
-        platform='tpu', topology_name=self.name, **options
+        platform=self.chip.platform, **self.chip.topology(self)
       )
     except jax.errors.JaxRuntimeError as error:
       raise _unknown(self.name) from error
+    except NotImplementedError as error:
+      raise UserError(
+        f'{self.name} can only be compiled for where JAX accepts its plugin'
+        ' for GPUs, and it has no GPU here: set JAX_PLATFORMS=cpu.'
+      ) from error
     return list(topology.devices)
 
-  def bandwidth(self, coordinates: Sequence[Sequence[int]]) -> float:
+  def bandwidth(self, group: Sequence[jax.Device]) -> float:
     """Returns the bytes/s that each chip of a group sends around their ring.
 
-    The group, given as coordinates in the grid, uses the links along the axes
-    that it spans: both directions of an axis that is a ring and that it spans
-    completely, one direction of the others. Contention with other groups is
-    ignored.
+    TPUs use the links along the axes of the grid that the group spans: both
+    directions of an axis that is a ring and that it spans completely, one
+    direction of the others. Contention with other groups is ignored. GPUs are
+    joined by switches.
     """
+    if isinstance(self.chip, Gpu):
+      return self.chip.link
+    coordinates = [device.coords for device in group]
     spans = [len(set(axis)) for axis in zip(*coordinates, strict=True)]
     links = sum(
       2 if span == size and size % self.chip.ring == 0 else 1

@@ -74,10 +74,11 @@ def define_flags() -> None:
   flags.DEFINE_string(
     'compile_for',
     None,
-    'Slice of TPUs, such as v5p:4x4x4, that need not be here: compile the step'
-    ' for it and print what it takes, instead of training. A kind of chip'
-    ' alone, v5e, stands for the smallest slice that the run fits on. What is'
-    ' found is kept in WORKDIR/prove if there is a --workdir.',
+    'Slice of TPUs or number of GPUs, such as v5p:4x4x4 or h100:8, that need'
+    ' not be here: compile the step for it and print what it takes, instead of'
+    ' training. A kind of chip alone, v5e, stands for the smallest slice that'
+    ' the run fits on. What is found is kept in WORKDIR/prove if there is a'
+    ' --workdir.',
   )
 
 

@@ -83,6 +83,24 @@ ENTRY %main (x: f32[4,6], w: f32[8,6]) -> f32[2,8] {
   assert hlo.cost(program).flops == 2 * (2 * 8) * 6
 
 
+def test_convolutions_by_cudnn():
+  """As compiled for a GPU: forward and both gradients, of equal FLOPs."""
+  program = """HloModule one
+
+ENTRY %main (x: bf16[8,33,33,64], w: bf16[128,3,3,64]) -> bf16[8,33,33,64] {
+  %x = bf16[8,33,33,64]{3,2,1,0} parameter(0)
+  %w = bf16[128,3,3,64]{3,2,1,0} parameter(1)
+  %out = (bf16[8,16,16,128]{3,2,1,0}, u8[0]{0}) custom-call(%x, %w), window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
+  %y = bf16[8,16,16,128]{3,2,1,0} get-tuple-element(%out), index=0
+  %dw = (bf16[128,3,3,64]{3,2,1,0}, u8[0]{0}) custom-call(%x, %y), window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  %dx = (bf16[8,33,33,64]{3,2,1,0}, u8[0]{0}) custom-call(%y, %w), window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
+  ROOT %result = bf16[8,33,33,64]{3,2,1,0} get-tuple-element(%dx), index=0
+}
+"""
+  one = 2 * (8 * 16 * 16 * 128) * (3 * 3 * 64)
+  assert [x.flops for x in hlo.cost(program).products] == 3 * [one]
+
+
 def test_what_a_backward_pass_computes_again_is_told_apart():
   @jax.checkpoint
   def block(x, w, v):
@@ -221,3 +239,38 @@ def test_programs_of_tpus():
   assert found.collectives[2].sent == 64 * 3 / 4
   assert found.collectives[2].source == 'gradient'
   assert found.collectives[6].sent == 2 * 70 * 7 / 8
+
+
+def test_what_a_gpu_launches_and_moves():
+  program = """HloModule one
+
+%add_a_row (cache: f32[8,4], row: f32[1,4], at: s32[]) -> f32[8,4] {
+  %cache = f32[8,4]{1,0} parameter(0)
+  %row = f32[1,4]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %update = f32[8,4]{1,0} dynamic-update-slice(%cache, %row, %at, %zero)
+}
+
+%read_a_row (cache.1: f32[8,4], at.1: s32[]) -> f32[1,4] {
+  %cache.1 = f32[8,4]{1,0} parameter(0)
+  %at.1 = s32[] parameter(1)
+  %zero.1 = s32[] constant(0)
+  %part = f32[1,4]{1,0} dynamic-slice(%cache.1, %at.1, %zero.1), dynamic_slice_sizes={1,4}
+  ROOT %twice = f32[1,4]{1,0} add(%part, %part)
+}
+
+ENTRY %main (cache.2: f32[8,4], at.2: s32[]) -> f32[8,4] {
+  %cache.2 = f32[8,4]{1,0} parameter(0)
+  %at.2 = s32[] parameter(1)
+  %row.2 = f32[1,4]{1,0} fusion(%cache.2, %at.2), kind=kLoop, calls=%read_a_row
+  %bits = f32[1,4]{1,0} bitcast(%row.2)
+  ROOT %whole = f32[8,4]{1,0} fusion(%cache.2, %bits, %at.2), kind=kLoop, calls=%add_a_row
+}
+"""
+  row, number = 4 * 4, 4
+  assert [(x.name, x.bytes, x.count) for x in hlo.launches(program)] == [
+    # A row is read and one is written.
+    ('row.2', 2 * row + number, 1),
+    ('whole', 2 * row + number, 1),
+  ]

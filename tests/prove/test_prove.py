@@ -103,10 +103,14 @@ class TestRefusals:
     with pytest.raises(UserError, match='teacher'):
       prove.report(config, 'v5e:2x2')
 
-  def test_without_the_compiler(self, tiny, monkeypatch):
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(UserError, match='pip install libtpu'):
-      prove.report(tiny, 'v5e:2x2')
+  @pytest.mark.parametrize(
+    ('topology', 'package'), [('v5e:2x2', 'libtpu'), ('h100:4', 'jax.cuda13')]
+  )
+  def test_without_the_compiler(self, topology, package, tiny, monkeypatch):
+    monkeypatch.setattr(slices.Gpu, 'compilers', ('no-such-package',))
+    monkeypatch.setattr(slices.Tpu, 'compilers', ('no-such-package',))
+    with pytest.raises(UserError, match=f"pip install '{package}"):
+      prove.report(tiny, topology)
 
   def test_all_runs_are_looked_at_before_one_is_compiled(self, tiny, tmp_path):
     wrong = config_lib.replace(tiny, {'mesh.data': 3})
@@ -326,6 +330,18 @@ class TestKernels:
     )
     assert useful == 3 * 36 * (2 + 4)
     assert useful + again == 3 * 40 * (2 + 2 + 3 + 4)
+
+  def test_cudnn(self):
+    # It takes heads behind tokens, and here 4 keys.
+    queries, keys = (('bf16', (2, n, 3, 5)) for n in (8, 4))
+    name = 'dot_product_attention_'
+    forward = hlo.Kernel(f'{name}fwd', (queries, keys, keys), 2)
+    assert self.found(forward) == (2 * 2 * 32, 0)
+    again = hlo.Kernel(f'{name}fwd', (queries,) * 3, 2, causal=True)
+    backward = hlo.Kernel(f'{name}bwd', (queries,) * 6, 1, causal=True)
+    useful, more = self.found(again, backward)
+    assert useful == 36 * (2 + 4)
+    assert useful + more == 36 * (2 * 2 + 5)
 
   def test_other_kernels_are_named(self):
     kernel = hlo.Kernel('route_scores', (('f32', (4, 4)),))

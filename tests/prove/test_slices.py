@@ -1,4 +1,6 @@
-"""Slices of TPUs by name, and how fast their chips talk to each other."""
+"""TPUs and GPUs by name, and how fast they talk to each other."""
+
+import types
 
 import pytest
 
@@ -12,6 +14,7 @@ def test_a_slice_by_its_name():
   assert found.name == 'v5p:4x4x8'
   # Not on offer as such, but a part of what is.
   assert slices.parse('v5p:2x2x4')[0].num_chips == 16
+  assert slices.parse('h100:8')[0].num_chips == 8
 
 
 @pytest.mark.parametrize('kind', slices.CHIPS)
@@ -27,9 +30,10 @@ def test_a_kind_stands_for_all_its_slices_from_the_smallest(kind):
 @pytest.mark.parametrize(
   ('topology', 'words'),
   [
-    ('v9:4x4', ['v9:4x4', 'v4, v5e, v5p, v6e']),
+    ('v9:4x4', ['v9:4x4', 'v4, v5e, v5p, v6e, h100']),
     ('v5', ["'v5'", "Did you mean 'v5p'?"]),
     ('v5e:4x4x4', ['v5e:4x4x4', 'v5e:1x1, v5e:2x2', 'v5e:16x16']),
+    ('h100:16', ['h100:16', 'h100:4, h100:8']),
     ('v5e:4,4', ['v5e:4,4', "Did you mean 'v5e:4x4'?"]),
   ],
 )
@@ -54,8 +58,10 @@ def grid(rows, columns):
     ('v5e:16x16', grid(range(16), range(2)), 3),
     ('v5p:4x4x4', grid(range(4), range(4)), 4),
     ('v5p:4x4x4', [(0, 0, 0), (0, 0, 1)], 1),
+    ('h100:8', [None] * 4, 1),  # Through switches.
   ],
 )
 def test_links_that_a_group_of_chips_uses(topology, group, links):
   (found,) = slices.parse(topology)
+  group = [types.SimpleNamespace(coords=coords) for coords in group]
   assert found.bandwidth(group) == links * found.chip.link

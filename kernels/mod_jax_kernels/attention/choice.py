@@ -10,13 +10,13 @@ from mod_jax_kernels import dispatch
 _MADE_FOR = contextvars.ContextVar('made_for', default=None)
 
 
-def made_for(platform: str):
-  """Returns a context in which programs are traced for another platform.
+def made_for(device: jax.Device):
+  """Returns a context in which programs are traced for another device.
 
   For compiling ahead of time: if no backend is named, the choice is that of a
-  process on that platform.
+  process that has this device.
   """
-  return dispatch.setting(_MADE_FOR, platform)
+  return dispatch.setting(_MADE_FOR, device)
 
 
 def splash_suits(q_BQHC, k_BSGC, *_) -> bool:
@@ -26,13 +26,9 @@ def splash_suits(q_BQHC, k_BSGC, *_) -> bool:
   return platform() == 'tpu' and is_tiled and not _split_by_compiler()
 
 
-def cudnn_suits(q_BQHC, k_BSGC, _, mask_BQS, segment_BL) -> bool:
-  """Returns whether tracing is for a GPU, and lengths are supported."""
-  # With a mask, cuDNN's gradients need even lengths.
-  masked = segment_BL is not None or mask_BQS is not None
-  even = q_BQHC.shape[1] % 2 == k_BSGC.shape[1] % 2 == 0
-  suits = even or not masked
-  return platform() == 'cuda' and suits and not _split_by_compiler()
+def cudnn_suits(*_) -> bool:
+  """Returns whether tracing is for a GPU."""
+  return platform() == 'cuda' and not _split_by_compiler()
 
 
 def _split_by_compiler() -> bool:
@@ -86,8 +82,8 @@ def platform() -> str:
 
   It is that of this process unless `made_for` sets another.
   """
-  if (platform := _MADE_FOR.get()) is not None:
-    return platform
+  if (device := _MADE_FOR.get()) is not None:
+    return 'cuda' if device.platform == 'gpu' else device.platform
   version = backend.get_backend().platform_version
   return 'cuda' if 'cuda' in version else jax.default_backend()
 
@@ -96,4 +92,5 @@ def capability() -> float:
   """Returns this GPU's compute capability; infinity without a GPU."""
   if platform() != 'cuda':
     return float('inf')
-  return float(jax.devices()[0].compute_capability)
+  device = _MADE_FOR.get() or jax.devices()[0]
+  return float(device.compute_capability)

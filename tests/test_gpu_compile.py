@@ -1,0 +1,81 @@
+"""Real programs compile for GPUs that are not here: JAX's plugin does it."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(
+    not tiny.GPU_COMPILER.is_dir(),
+    reason='make test-slow installs the compiler',
+  ),
+]
+
+# A ViT has an odd number of tokens.
+VIT = (
+  'configs/vit/imagenet.py:deit_tiny',
+  *('--config.model.num_layers=2', '--config.train.batch_size=4'),
+)
+
+
+def report(config: str, *options: str, gpus: int = 1) -> dict[str, str]:
+  """Returns what `--compile_for` tells, by name of the line."""
+  command = [
+    *(sys.executable, 'train.py', f'--config={config}'),
+    *(f'--compile_for=h100:{gpus}', *options),
+  ]
+  environment = {'PYTHONPATH': str(tiny.GPU_COMPILER), 'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run(
+    command,
+    cwd=ROOT,
+    env=os.environ | environment,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  lines = (
+    re.split(r'\s{2,}', line, maxsplit=1) for line in done.stdout.splitlines()
+  )
+  found = dict(line for line in lines if len(line) == 2)
+  assert found['memory'].endswith('fits')
+  return found
+
+
+def share(found: dict[str, str]) -> float:
+  """Returns the products that were found, over the model's."""
+  return float(re.search(r'step, ([\d.]+) of', found['products'])[1])
+
+
+def test_attention_of_odd_length_is_cudnns():
+  found = report(*VIT, '--config.model.routing=None')
+  # The model's count has the gradient of the pixels, too.
+  assert share(found) == pytest.approx(1, abs=0.04)
+  assert 'not counted' not in found
+  # Its backward pass computes the attention weights again.
+  assert float(found['products'].split('; ')[1].split()[0]) > 0
+
+
+def test_a_model_with_scores_takes_our_kernel():
+  assert report(*VIT)['not counted'] == 'triton_kernel_call'
+
+
+def test_products_of_experts_are_no_more_than_the_models():
+  """XLA's grouped product would be eight times as many."""
+  found = report(
+    'configs/lm/experts.py:',
+    '--config.model.experts.capacity_factor=None',
+    *('--config.model.num_layers=1', '--config.train.batch_size=4'),
+    gpus=2,
+  )
+  assert share(found) < 1
+  assert found['not counted'] == 'triton_kernel_call'
+  assert found['slice'].startswith('h100:2')
