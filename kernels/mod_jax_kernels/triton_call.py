@@ -9,6 +9,14 @@ import numpy as np
 
 from mod_jax_kernels import dispatch
 
+_OPTIONS = {
+  # JAX assembles what Triton compiles, and by default Triton writes for the
+  # assembler that it brings itself, which may be newer than JAX's. That of CUDA
+  # 12.8 and later reads this version.
+  'ptx_version': 87,
+  'enable_fp_fusion': True,
+}
+
 
 def triton_call(
   kernel,
@@ -60,6 +68,7 @@ def triton_call(
         grid=grid,
         num_warps=num_warps,
         num_stages=num_stages,
+        backend_options=_OPTIONS,
         **meta,
       )
 

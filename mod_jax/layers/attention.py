@@ -17,6 +17,7 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.token_info import KINDS, Source, TokenInfo
 import mod_jax_kernels
+from mod_jax_kernels.attention import choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -363,6 +364,8 @@ def _masked_score(q_BLHC, k_BLHC, keep_BL):
 
 # Caches with fewer slots than this are cheap enough to read whole.
 _SHORT = 64
+# Most queries of a step that decodes, or checks some tokens of a draft.
+_FEW = 16
 
 
 def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
@@ -370,15 +373,25 @@ def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
 
   Reading caches dominates the time of decoding, so only the first eighth,
   quarter or half of a large cache is read while all sequences fit into it. A
-  prompt that may need more than that has no such variants to compile.
+  prompt that may need more than that has no such variants to compile; nor has a
+  GPU, whose host would wait for each block to choose one.
   """
+  on_gpu = choice.platform() == 'cuda'
+  # cuDNN takes heads behind slots, and so a copy of the cache.
+  own = on_gpu and q_BLHC.shape[1] <= _FEW
 
   def attend(slots):
     key_BSGC, value_BSGC, position_BS = cache.prefix(slots).read(rows_B)
     return mod_jax_kernels.attention(
-      q_BLHC, key_BSGC, value_BSGC, _seen(config, position_BL, position_BS)
+      q_BLHC,
+      key_BSGC,
+      value_BSGC,
+      _seen(config, position_BL, position_BS),
+      implementation='xla' if own else None,
     )
 
+  if on_gpu:
+    return attend(cache.slots)
   fractions = [cache.slots // n for n in (8, 4, 2)]
   least = max(_SHORT, q_BLHC.shape[1])
   sizes = [n for n in fractions if n >= least] + [cache.slots]

@@ -242,8 +242,7 @@ def fitting(monkeypatch, platform, x, mask=None, segment=None, version=9.0):
     ('cuda', {'version': 7.5}, 'xla'),
     ('cuda', {'masked': True}, 'cudnn'),
     ('cuda', {'length': 251}, 'cudnn'),
-    ('cuda', {'length': 251, 'masked': True}, 'xla'),
-    ('cuda', {'length': 251, 'segmented': True}, 'xla'),
+    ('cuda', {'length': 251, 'segmented': True}, 'cudnn'),
   ],
 )
 def test_the_fitting_backend(platform, change, expected, monkeypatch):
@@ -273,3 +272,46 @@ def test_nothing_is_left_to_the_compiler_to_split(platform, alone, monkeypatch):
     with jax.sharding.use_abstract_mesh(mesh):
       found[size] = fitting(monkeypatch, platform, x)
   assert found == {1: alone, 2: 'xla'}
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {},
+    {'keys': 5},
+    {'queries': 4},
+    {'masked': True},
+    {'causal': True},
+    {'queries': 9, 'keys': 9, 'segmented': True, 'causal': True},
+  ],
+)
+def test_odd_lengths_for_cudnn(options, monkeypatch):
+  """JAX has its gradient for even ones only; XLA computes it here."""
+  arrays, causal = draw(dtype='float32', **{'queries': 7, 'keys': 7} | options)
+  given = []
+  by_xla = jax.nn.dot_product_attention
+
+  def by_cudnn(q_BQHC, k_BSGC, v_BSGC, *, implementation, **settings):
+    given.append((implementation, q_BQHC.shape[1] % 2, k_BSGC.shape[1] % 2))
+    return by_xla(q_BQHC, k_BSGC, v_BSGC, implementation='xla', **settings)
+
+  monkeypatch.setattr(jax.nn, 'dot_product_attention', by_cudnn)
+  monkeypatch.setattr(choice, 'platform', lambda: 'cuda')
+  monkeypatch.setattr(OP, 'choose', lambda *_: ('cudnn',))
+
+  def ours(q, k, v, mask, segment, **causal):
+    return mod_jax_kernels.attention(
+      q, k, v, mask, segment_BL=segment, **causal
+    )
+
+  def found(function):
+    def scalar(*inputs):
+      return jnp.square(function(*inputs, *arrays[3:], **causal)).sum()
+
+    return jax.value_and_grad(scalar, (0, 1, 2))(*arrays[:3])
+
+  for actual, expected in zip(
+    jax.tree.leaves(found(ours)), jax.tree.leaves(found(plain)), strict=True
+  ):
+    np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=1e-5)
+  assert given == [('cudnn', 0, 0)]

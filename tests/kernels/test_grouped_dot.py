@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from op_tests import Case, OpTests
+from op_tests import Case, OpTests, Target
 import pytest
 
 from mod_jax_kernels import grouped_dot
@@ -36,11 +36,12 @@ class TestGroupedDot(OpTests):
   cases = (
     Case('some groups'),
     Case('no rest', rest=0),
-    Case('no row at all', counts=(0, 0), rest=0),
+    Case('no row at all', backends=('xla', 'loop'), counts=(0, 0), rest=0),
     Case('nobody has any', counts=(0, 0), rest=3),
     Case('one has all', counts=(0, 9, 0), rest=0),
     Case('blocks of several sizes', counts=(300, 1, 700, 35), rest=200),
     Case('bfloat16', counts=(40, 9), dtype='bfloat16'),
+    Case('wide', counts=(3, 70), inputs=70, outputs=130),
   )
   refused = (
     ({0: jnp.ones((9, 4))}, r'x \[9, 4\], w \[3, 5, 6\].*expected \[T, D\]'),
@@ -50,8 +51,21 @@ class TestGroupedDot(OpTests):
       'one group at least',
     ),
   )
-  lacking = ()
-  targets = ()
+  lacking = (
+    ('triton', {'dtype': 'float16'}, 'float32 or bfloat16, and not float16'),
+    ('triton', {'counts': (0,), 'rest': 0}, r'not float32\[0, 5\]'),
+  )
+  targets = (
+    Target(
+      platform='cuda',
+      args=(
+        jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+      ),
+      calls=3,
+    ),
+  )
 
   def test_under_vmap(self, backend):
     if backend == 'xla':

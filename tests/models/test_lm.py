@@ -17,6 +17,7 @@ from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 from mod_jax.models.lm import LanguageModel, LMCache, LMConfig
+from mod_jax_kernels.attention import choice
 
 B, L = 3, 10
 TOKENS_BL = jax.random.randint(jax.random.key(7), (B, L), 0, 11)
@@ -103,6 +104,25 @@ class TestDecoding:
     np.testing.assert_array_equal(cache.blocks[1].length_B, counts_B)
     assert cache.blocks[0].slots == (3 if overflow == 'drop' else L)
     assert cache.blocks[1].slots == L
+
+  def test_no_block_of_a_gpu_asks_how_much_of_its_cache_to_read(
+    self, config, variables, monkeypatch
+  ):
+    mode = RoutingMode(rule='router', chunk=0)
+    cache = LMCache.empty(config, B, 512, mode)
+
+    def step(tokens_BL, cache):
+      return tiny.apply(config, variables, tokens_BL, mode=mode, cache=cache)
+
+    cache = step(TOKENS_BL, cache).cache
+    args = TOKENS_BL[:, :1], cache
+    on_cpu, expected = str(jax.make_jaxpr(step)(*args)), step(*args)
+    monkeypatch.setattr(choice, 'platform', lambda: 'cuda')
+    monkeypatch.setattr(choice, 'capability', lambda: 9.0)
+    jax.clear_caches()  # Else what was traced before is taken.
+    on_gpu, found = str(jax.make_jaxpr(step)(*args)), step(*args)
+    assert on_cpu.count('cond[') - on_gpu.count('cond[') == 2
+    np.testing.assert_allclose(found.logits_BLV, expected.logits_BLV, atol=1e-5)
 
   def test_one_token_cannot_be_chosen_by_top_k(self, config, variables):
     cache = LMCache.empty(config, B, L, RoutingMode())

@@ -4,8 +4,9 @@
 # has enough programs for wide blocks; in `down` two programs share a
 # multiprocessor, which balances the last wave. `slope`, the first kernel of the
 # gradient, has two accumulators. Gradients of weights compute blocks of
-# [weight_rows, weight_columns] in steps of `inner` tokens; larger blocks would
-# leave too few programs.
+# [weight_rows, weight_columns] in steps of `inner` tokens, for as many parts of
+# all. At ViT-B and 132 processors, without parts some would run three programs
+# and others two; with four parts they run nine or eight.
 _TRITON = {
   'rows': 128,
   'inner': 64,
@@ -22,6 +23,7 @@ _TRITON = {
   'weight_columns': 64,
   'weight_warps': 4,
   'weight_stages': 4,
+  'weight_parts': 4,
 }
 # A fourth stage of `up` needs at least 144 KiB of shared memory; GPUs for
 # graphics and inference have 99.

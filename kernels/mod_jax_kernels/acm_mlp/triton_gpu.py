@@ -95,6 +95,7 @@ class _Blocks:
     # registers.
     self._most = 64 if x_TD.dtype.itemsize > 2 else 256
     self.rows = self('rows', x_TD.shape[0])
+    self.weight_parts = self._sizes['weight_parts']
 
   def __call__(self, name, dimension):
     fitting = max(16, triton.next_power_of_2(dimension))
@@ -130,14 +131,17 @@ def _sum_over_tokens(left, right, w_NIJ, *, ordered, order, blocks):
   """
   learners, i, j = w_NIJ.shape
   rows, columns = blocks('weight_rows', i), blocks('weight_columns', j)
-  return triton_call(
+  parts = blocks.weight_parts
+  parts_SNIJ = triton_call(
     *(_weights, left, right, order.token_T, order.count_N),
-    out_type=jax.ShapeDtypeStruct(w_NIJ.shape, w_NIJ.dtype),
-    grid=(learners * triton.cdiv(i, rows) * triton.cdiv(j, columns),),
+    out_type=jax.ShapeDtypeStruct((parts, *w_NIJ.shape), jnp.float32),
+    grid=(parts * learners * triton.cdiv(i, rows) * triton.cdiv(j, columns),),
     **blocks.launch('weight'),
     **dict(N=learners, LEFT=i, RIGHT=j, LEFT_ORDERED=ordered == 'left'),
     **dict(BI=rows, BJ=columns, BT=blocks('inner', order.token_T.size)),
+    PARTS=parts,
   )
+  return parts_SNIJ.sum(axis=0).astype(w_NIJ.dtype)
 
 
 # Kernels. Sizes are constants: N learners, D inputs, F hidden units of a
@@ -383,19 +387,27 @@ def _weights(
   BI: tl.constexpr,
   BJ: tl.constexpr,
   BT: tl.constexpr,
+  PARTS: tl.constexpr,
 ):
-  """Writes leftᵀ · right over the tokens of a learner, the first in order."""
+  """Writes leftᵀ · right over parts of a learner's tokens, the first in order.
+
+  Programs are alike: without parts there are too few of them to keep the last
+  processors busy.
+  """
   across: tl.constexpr = (RIGHT + BJ - 1) // BJ
   blocks: tl.constexpr = (LEFT + BI - 1) // BI * across
   pid = tl.program_id(0)
   # The first learner has the most tokens, so its programs start first.
-  n = pid // blocks
+  n = pid // (blocks * PARTS)
+  part = pid // blocks % PARTS
   i_B = pid % blocks // across * BI + tl.arange(0, BI)
   j_B = pid % across * BJ + tl.arange(0, BJ)
-  last = tl.load(count + n)
+  count = tl.load(count + n)
+  of_part = (count + BT * PARTS - 1) // (BT * PARTS) * BT
+  last = tl.minimum(part * of_part + of_part, count)
   t_B = tl.arange(0, BT)
   sum_IJ = tl.full((BI, BJ), 0.0, tl.float32)
-  for start in range(0, last, BT):
+  for start in range(part * of_part, last, BT):
     slot_T = start + t_B
     runs_T1 = (slot_T < last)[:, None]
     row_T1 = tl.load(token + slot_T, slot_T < last, 0).to(tl.int64)[:, None]
@@ -410,7 +422,7 @@ def _weights(
     right_TJ = tl.load(right + at_TJ, runs_T1 & (j_B < RIGHT)[None, :], 0.0)
     sum_IJ = tl.dot(tl.trans(left_TI), right_TJ, sum_IJ, input_precision='ieee')
   tl.store(
-    dw + n * LEFT * RIGHT + i_B[:, None] * RIGHT + j_B[None, :],
-    sum_IJ.to(dw.dtype.element_ty),
+    dw + ((part * N + n) * LEFT + i_B[:, None]) * RIGHT + j_B[None, :],
+    sum_IJ,
     (i_B < LEFT)[:, None] & (j_B < RIGHT)[None, :],
   )

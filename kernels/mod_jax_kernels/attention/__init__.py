@@ -140,12 +140,38 @@ def attention(
     same_BQS = segment_BL[:, :, None] == segment_BL[:, None, :]
     mask_BQS = same_BQS if mask_BQS is None else mask_BQS & same_BQS
   if implementation == 'cudnn':
-    return jax.nn.dot_product_attention(
-      q_BQHC,
-      k_BSGC,
-      v_BSGC,
-      mask=None if mask_BQS is None else mask_BQS[:, None],
-      is_causal=causal,
-      implementation='cudnn',
-    )
+    return _by_cudnn(q_BQHC, k_BSGC, v_BSGC, mask_BQS, causal)
   return reference.attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, causal)
+
+
+def _by_cudnn(q_BQHC, k_BSGC, v_BSGC, mask_BQS, causal: bool):
+  """See `attention`; odd lengths get one more token, which no other sees.
+
+  JAX refuses the gradient of cuDNN's attention for odd lengths. For those with
+  a mask cuDNN has none, and for others JAX takes them for masked ones (0.11.2).
+  """
+  lengths = q_BQHC.shape[1], k_BSGC.shape[1]
+  more_q, more_k = (length % 2 for length in lengths)
+  settings = {}
+  if more_q or more_k:
+    q_BQHC, k_BSGC, v_BSGC = (
+      jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
+      for x, more in ((q_BQHC, more_q), (k_BSGC, more_k), (v_BSGC, more_k))
+    )
+    if mask_BQS is not None:
+      mask_BQS = jnp.pad(mask_BQS, ((0, 0), (0, more_q), (0, more_k)))
+    elif not causal:  # Causal attention hides what comes last anyway.
+      for name, length in zip(('query', 'key_value'), lengths, strict=True):
+        settings[f'{name}_seq_lengths'] = jnp.full(
+          len(q_BQHC), length, jnp.int32
+        )
+  out_BQHC = jax.nn.dot_product_attention(
+    q_BQHC,
+    k_BSGC,
+    v_BSGC,
+    mask=None if mask_BQS is None else mask_BQS[:, None],
+    is_causal=causal,
+    implementation='cudnn',
+    **settings,
+  )
+  return out_BQHC[:, : lengths[0]]

@@ -9,10 +9,27 @@ import jax.numpy as jnp
 from mod_jax_kernels import dispatch
 from mod_jax_kernels.grouped_dot import loop, reference
 
-Implementation = Literal['xla', 'loop']
+
+def _lacks(x_TD, *_) -> str | None:
+  """Returns why the kernels do not support the rows, or None."""
+  if x_TD.size and x_TD.dtype in (jnp.float32, jnp.bfloat16):
+    return None
+  return (
+    'takes rows of float32 or bfloat16, and not'
+    f" {x_TD.dtype}{list(x_TD.shape)}: use None or 'xla'"
+  )
+
+
+Implementation = Literal['xla', 'loop', 'triton']
 OP = dispatch.Op(
-  # On CPUs XLA multiplies all rows with the matrices of all groups: eight times
-  # the work with eight groups.
+  # On CPUs and on NVIDIA GPUs (JAX 0.11.2) XLA multiplies all rows with the
+  # matrices of all groups: eight times the work with eight groups.
+  dispatch.Backend(
+    name='triton',
+    module='mod_jax_kernels.grouped_dot.triton_gpu',
+    platform='cuda',
+    lacks=_lacks,
+  ),
   dispatch.Backend(name='loop', module=loop, default_on=('cpu',)),
   dispatch.Backend(name='xla', module=reference),
 )
@@ -36,10 +53,13 @@ def grouped_dot(
       is a float32 sum.
     size_E: int32 numbers of rows of the groups; their sum is at most T.
     implementation: `xla`, which is `jax.lax.ragged_dot`; `loop`, over blocks of
-      rows of one group; or None for `loop` on CPUs and `xla` elsewhere.
+      rows of one group; `triton` (GPU); or None for `loop` on CPUs, `triton` on
+      NVIDIA GPUs and `xla` elsewhere.
 
   Raises:
-    ValueError: shapes do not match, or the backend is unknown.
+    ValueError: shapes do not match, or the backend is unknown or does not
+      support these rows.
+    RuntimeError: the requested backend cannot run here.
   """
   if (
     x_TD.ndim != 2
