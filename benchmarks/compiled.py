@@ -1,11 +1,13 @@
 """What compilers say of the kernels, for devices that need not be there.
 
-    python benchmarks/compiled.py
+    PYTHONPATH=.venv/cuda JAX_PLATFORMS=cpu python benchmarks/compiled.py
 
 Compiles `route_scores` and `acm_mlp` at the sizes of a ViT-B on 128 images in
 bfloat16, forward and with all gradients, and beside them other programs for the
-same: XLA's own, which makes the whole attention map, or is a static MLP; and
-`route_scores` in blocks, as longer rows take it.
+same: XLA's own, which makes the whole attention map, or is a static MLP;
+`route_scores` in blocks, as longer rows take it; and, on a GPU, `acm_mlp` by
+`grouped_dot` and by `jax.lax.ragged_dot`, with a row for each learner that a
+token runs.
 
 For a chip of each kind of TPU this takes libtpu, and tells cycles, those of
 them outside of kernels (copies, gathers, sorts) by operation, and bytes. XLA
@@ -14,10 +16,16 @@ others they are the instructions that they issue, counted in the assembled code
 by the bounds of its loops, with all branches taken. Only of `acm_mlp` those
 loops count that run: with all learners for all tokens, and, in `by_learners`,
 with random numbers of them. Waits for memory are left out. Bytes are what XLA
-counts for its own operations, and every array of a kernel once. For an H200 it
-takes Triton, and tells registers, spilled bytes and shared memory of each
-kernel, as ptxas assembles it. Floors: every array moved once, and every product
-at the peak. The result is written beside this file as JSON.
+counts for its own operations, and every array of a kernel once.
+
+For an H200 it takes Triton and JAX's plugin for GPUs, which `make test-slow`
+installs in `.venv/cuda`, and tells launches, bytes that they move (each array
+once, which a kernel may read again), the products of XLA's own, over those of a
+static program, and registers, spilled bytes and shared memory of each Triton
+kernel, as ptxas assembles it.
+
+Floors: every array moved once, and every product at the peak. The result is
+written beside this file as JSON; `--devices` leaves those of others there.
 """
 
 import collections
@@ -41,20 +49,25 @@ import jax.numpy as jnp
 import kernel_cases
 import numpy as np
 
-from mod_jax import peaks
-from mod_jax.prove import slices
+from mod_jax import parallel, peaks
+from mod_jax.prove import hlo, slices
+import mod_jax_kernels
 from mod_jax_kernels import tiles
 from mod_jax_kernels.acm_mlp import order as order_lib
 from mod_jax_kernels.acm_mlp import pallas_tpu
+from mod_jax_kernels.attention import choice
 from mod_jax_kernels.pallas_parts import LANES
 import results as results_lib
 
 _DEVICES = flags.DEFINE_list('devices', ['v5e', 'v5p', 'H200'], 'Which.')
 _OPS = flags.DEFINE_list('ops', ['route_scores', 'acm_mlp'], 'Which.')
 _DIRECTIONS = flags.DEFINE_list('directions', ['forward', 'gradient'], 'Which.')
+# Implementations of `grouped_dot`, beside `acm_mlp`.
+GROUPED = {'grouped': 'triton', 'ragged_dot': 'xla'}
 _PROGRAMS = flags.DEFINE_list(
-  'programs', ['kernels', 'blocks', 'xla'], 'Which.'
+  'programs', ['kernels', 'blocks', 'xla', *GROUPED], 'Which.'
 )
+_GPU = 'h200:1'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +133,8 @@ def program(op: str, direction: str, implementation: str | None):
       w1_DH = jnp.moveaxis(w1_NDF, 0, 1).reshape(x_TD.shape[1], -1)
       hidden_TH = jax.nn.gelu(x_TD @ w1_DH + b1_NF.reshape(-1), False)
       return hidden_TH @ w2_NFD.reshape(-1, w2_NFD.shape[-1]), ()
+    if implementation in GROUPED:
+      return by_groups(GROUPED[implementation], *args), ()
     return kernel_cases.call(op, implementation)(*args), ()
 
   def gradient(*args):
@@ -131,6 +146,30 @@ def program(op: str, direction: str, implementation: str | None):
     return out, more, vjp(dout)
 
   return forward if direction == 'forward' else gradient
+
+
+def by_groups(implementation: str, x_TD, w1_NDF, b1_NF, w2_NFD, k_T):
+  """Returns `acm_mlp` by products of groups of rows, a group each learner."""
+  tokens, learners = len(x_TD), len(w1_NDF)
+  order = order_lib.order(k_T, learners)
+  # A row for each learner that a token runs, sorted by learner.
+  end_N = jnp.cumsum(order.count_N)
+  row_R = jnp.arange(tokens * learners)
+  group_R = (end_N <= row_R[:, None]).sum(axis=1)
+  start_N = end_N - order.count_N
+  place_R = row_R - start_N.at[group_R].get(mode='clip')
+  token_R = jnp.where(
+    row_R < end_N[-1], order.token_T.at[place_R].get(mode='clip'), tokens
+  )
+  x_RD = x_TD.at[token_R].get(mode='fill', fill_value=0)
+  product = functools.partial(
+    mod_jax_kernels.grouped_dot,
+    size_E=order.count_N,
+    implementation=implementation,
+  )
+  hidden_RF = product(x_RD, w1_NDF) + b1_NF.at[group_R].get(mode='clip')
+  y_RD = product(jax.nn.gelu(hidden_RF, False).astype(x_TD.dtype), w2_NFD)
+  return jnp.zeros_like(x_TD).at[token_R].add(y_RD, mode='drop')
 
 
 def minimum(op: str, direction: str) -> tuple[float, float]:
@@ -367,15 +406,38 @@ def num_bytes(types: str) -> int:
   )
 
 
-def on_hopper(op: str, direction: str) -> list[dict]:
-  """Returns what ptxas tells of each Triton kernel of a program."""
-  from jax.sharding import AbstractDevice, AbstractMesh
+def for_gpu(function, args, **options):
+  """Returns a function as compiled for an H200; options are of `jax.jit`."""
+  (found,) = slices.parse(_GPU)
+  mesh = parallel.make_mesh(parallel.MeshConfig(), found.devices())
+  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  args = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args
+  )
+  with (
+    jax.set_mesh(mesh),
+    choice.made_for(found.devices()[0]),
+    slices.compiler(quick=False),
+  ):
+    return jax.jit(function, **options).lower(*args).compile()
+
+
+def launched(compiled) -> dict:
+  """Returns launches of a compiled program, bytes they move, and its room."""
+  found = hlo.launches(compiled.as_text())
+  return {
+    'launches': sum(
+      x.count for x in found if x.opcode not in ('while', 'conditional')
+    ),
+    'bytes': sum(x.count * x.bytes for x in found),
+    'temporary_bytes': compiled.memory_analysis().temp_size_in_bytes,
+  }
+
+
+def on_hopper(op: str, direction: str, which: str) -> dict:
+  """Returns what XLA tells of a program, and ptxas of its Triton kernels."""
   from jax_triton import triton_lib
 
-  device = AbstractDevice(
-    device_kind='NVIDIA H200', num_cores=132, platform='cuda'
-  )
-  mesh = AbstractMesh((1,), ('x',), abstract_device=device)
   args = shapes(op)
   if direction == 'gradient':
     args += args[:1]
@@ -386,14 +448,21 @@ def on_hopper(op: str, direction: str) -> list[dict]:
     made.append(compile_kernel(*args, **kwargs))
     return made[-1]
 
+  implementation = 'triton' if which == 'kernels' else which
   triton_lib.compile_ttir_to_ptx_inplace = noting
   try:
-    with jax.sharding.use_abstract_mesh(mesh):
-      traced = jax.jit(program(op, direction, 'triton')).trace(*args)
-      traced.lower(lowering_platforms=('cuda',))
+    compiled = for_gpu(program(op, direction, implementation), args)
   finally:
     triton_lib.compile_ttir_to_ptx_inplace = compile_kernel
-  return [assembled(kernel) for kernel in made]
+  moved, flops = minimum(op, direction)
+  products = hlo.cost(compiled.as_text()).flops
+  return {
+    **launched(compiled),
+    # Those of kernels are not counted.
+    'products': products / flops if which != 'kernels' else None,
+    'floor_bytes': moved,
+    'kernels': [assembled(kernel) for kernel in made],
+  }
 
 
 def assembled(kernel) -> dict:
@@ -431,16 +500,20 @@ def main(_):
     ):
       if which == 'blocks' and (op != 'route_scores' or device not in CHIPS):
         continue
-      if which == 'xla' and device not in CHIPS:
-        continue  # XLA compiles for GPUs only where one is.
+      if which in GROUPED and (op != 'acm_mlp' or device in CHIPS):
+        continue
       cell = {'device': device, 'op': op, 'direction': direction}
       cell['program'] = which
       if device in CHIPS:
         cell |= on_tpu(device, op, direction, which, folder)
       else:
-        cell['kernels'] = on_hopper(op, direction)
+        cell |= on_hopper(op, direction, which)
       cells.append(cell)
       print(json.dumps(cell), file=sys.stderr, flush=True)
+  path = pathlib.Path(__file__).with_suffix('.json')
+  if flags.FLAGS.save and path.exists():  # Those of other devices stay.
+    before = json.loads(path.read_text())['cells']
+    cells = [x for x in before if x['device'] not in _DEVICES.value] + cells
   results_lib.save(__file__, {'cells': cells})
 
 

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 
 import mod_jax_kernels
 
-INPUTS = {'route_scores': 3, 'acm_mlp': 4, 'token_select': 0, 'attention': 3}
+INPUTS = {
+  'route_scores': 3,
+  'acm_mlp': 4,
+  'token_select': 0,
+  'grouped_dot': 2,
+  'attention': 3,
+}
 
 
 def arrays(op: str, dtype: str, *, tiny: bool = False) -> tuple[jax.Array, ...]:
@@ -31,6 +37,15 @@ def arrays(op: str, dtype: str, *, tiny: bool = False) -> tuple[jax.Array, ...]:
   if op == 'route_scores':
     shape = (2, 21, 2, 32) if tiny else (128, 197, 12, 64)
     return tuple(normal(i, *shape) for i in range(3))
+  if op == 'grouped_dot':
+    rows, width, groups = (20, 16, 3) if tiny else (2**15, 768, 8)
+    # Some rows are of no group.
+    ends = jnp.sort(jax.random.randint(key, (groups,), 0, rows))
+    return (
+      normal(0, rows, width),
+      normal(1, groups, width, 4 * width, fan_in=width),
+      jnp.diff(ends, prepend=0),
+    )
   tokens, width, learners = (20, 16, 4) if tiny else (128 * 197, 768, 4)
   return (
     normal(0, tokens, width),

@@ -66,17 +66,20 @@ CASES = {
 MOVED = {'route_scores': (1.05, 0.05), 'acm_mlp': (1.2, 0.05)}
 # Bytes that kernels for GPUs spill to memory: what is not here, none.
 SPILLED = {'_up': 52}
+# Bytes that launches of a GPU's program move, over those of its arrays.
+LAUNCHED = {'route_scores': 2.2, 'acm_mlp': 5.0}
 
 
 def command(script, *args):
   return [sys.executable, f'benchmarks/{script}.py', *(f'--{a}' for a in args)]
 
 
-def run(script, *args):
+def run(script, *args, path=''):
+  here = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '1'}
   result = subprocess.run(
     command(script, *args),
     cwd=ROOT,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '1'},
+    env={**os.environ, **here, 'PYTHONPATH': str(path)},
     capture_output=True,
     text=True,
   )
@@ -310,15 +313,19 @@ def test_all_that_an_accelerator_is_asked(tmp_path):
 def test_kernels_move_and_spill_no_more_than_they_did():
   for module in ('libtpu', 'jax_triton'):
     pytest.importorskip(module)
+  if not tiny.GPU_COMPILER.is_dir():
+    pytest.skip('make test-slow installs the compiler for GPUs')
   out = run(
     *('compiled', 'nosave', 'devices=v5e,H200'),
     *('directions=forward', 'programs=kernels'),
+    path=tiny.GPU_COMPILER,
   )
   cells = ast.literal_eval(out.splitlines()[-1])['cells']
   for cell in cells:
     if cell['device'] == 'H200':
       for kernel in cell['kernels']:
         assert kernel['spilled_bytes'] <= SPILLED.get(kernel['name'], 0), kernel
+      assert cell['bytes'] <= LAUNCHED[cell['op']] * cell['floor_bytes']
       continue
     over, outside = MOVED[cell['op']]
     assert cell['floor_bytes'] <= cell['bytes'] <= over * cell['floor_bytes']
@@ -333,6 +340,21 @@ def test_kernels_move_and_spill_no_more_than_they_did():
   assert {(cell['device'], cell['op']) for cell in cells} == {
     (device, op) for device in ('v5e', 'H200') for op in MOVED
   }
+
+
+@pytest.mark.skipif(
+  not tiny.GPU_COMPILER.is_dir(), reason='make test-slow installs the compiler'
+)
+def test_a_gpu_decodes_without_waiting():
+  out = run(
+    *('compiled_decode', 'nosave', 'sizes=tiny', 'batches=1'),
+    path=tiny.GPU_COMPILER,
+  )
+  cells = ast.literal_eval(out.splitlines()[-1])['cells']
+  waits = {cell['model']: cell['waits'] for cell in cells}
+  # As a loop over a few rows does.
+  assert waits.pop('MoD, rows') > 0
+  assert not any(waits.values())
 
 
 def test_methods_are_compared_on_scenes(tmp_path):

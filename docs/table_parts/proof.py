@@ -1,4 +1,4 @@
-"""What programs compiled for TPUs tell, as kept in `results/prove_paper`."""
+"""What compiled programs tell, as kept in `results/prove_*`, `benchmarks`."""
 
 import math
 
@@ -160,10 +160,35 @@ def prove_remedies():
   return markdown(header, rows)
 
 
+@table
+def prove_vision():
+  """Recipes for pictures on a GPU and on a slice of TPUs."""
+  rows = [
+    [
+      f'`{row["id"]}`',
+      {'h100:1': 'one H100', 'v5e:2x4': '8 v5e'}[row['topology']],
+      f'{number(row, "parameters") / 1e6:.0f}',
+      *(f'{number(row, key) / 2**30:.1f}' for key in ('memory', 'available')),
+      *(
+        f'{1e3 * number(row, key):.1f}'
+        for key in ('step_seconds', 'dense_step_seconds')
+      ),
+    ]
+    for row in read_csv('prove_vision/prove.csv')
+  ]
+  header = [
+    *('recipe', 'on', 'million parameters', 'GiB a chip', 'of'),
+    *('products of a step, ms', "the dense twin's, ms"),
+  ]
+  return markdown(header, rows)
+
+
 PROGRAMS = {
   'kernels': 'kernels',
   'blocks': 'kernels, rows in blocks',
   'xla': 'XLA alone',
+  'grouped': '`grouped_dot` by Triton',
+  'ragged_dot': '`jax.lax.ragged_dot`',
 }
 
 
@@ -257,3 +282,49 @@ def compiled_gpu():
   return markdown(
     ['operation', 'kernel', 'registers', 'bytes spilled', 'shared KiB'], rows
   )
+
+
+@table
+def compiled_programs():
+  """What XLA tells of programs for a GPU."""
+  rows = [
+    [
+      f'`{cell["op"]}`, {cell["direction"]}',
+      PROGRAMS[cell['program']],
+      str(cell['launches']),
+      f'{cell["bytes"] / 1e6:,.0f}',
+      f'{cell["bytes"] / cell["floor_bytes"]:.1f}',
+      f'{cell["temporary_bytes"] / 1e6:,.0f}',
+      # Those of kernels are not told.
+      f'{cell["products"]:.2f}' if cell['products'] else '',
+    ]
+    for cell in measured('compiled')['cells']
+    if 'launches' in cell
+  ]
+  header = [
+    *('operation', 'program', 'launches', 'MB moved', 'over the minimum'),
+    *('MB of room', "products over a static program's"),
+  ]
+  return markdown(header, rows)
+
+
+@table
+def compiled_decode():
+  """Launches and bytes of steps of decoding, for a GPU."""
+  rows = [
+    [
+      cell['size'].upper(),
+      str(cell['batch']),
+      cell['model'],
+      str(cell['launches']),
+      str(cell['waits']),
+      f'{cell["bytes"] / 1e6:,.0f}',
+      f'{cell["bytes"] / cell["floor_bytes"]:.2f}',
+    ]
+    for cell in measured('compiled_decode')['cells']
+  ]
+  header = [
+    *('model', 'sequences', 'program', 'launches', 'waits', 'MB moved'),
+    'over the minimum',
+  ]
+  return markdown(header, rows)

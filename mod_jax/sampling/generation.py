@@ -14,6 +14,7 @@ from mod_jax.models import lm, vlm
 from mod_jax.sampling import logits as logits_lib
 from mod_jax.sampling import speculation
 from mod_jax.sampling.speculation import Draft
+from mod_jax_kernels.attention import choice
 
 
 @flax.struct.dataclass
@@ -319,7 +320,31 @@ def log_prob(logits, token) -> jax.Array:
   return jnp.take_along_axis(log_prob, token[..., None], axis=-1)[..., 0]
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'options'))
+# XLA for GPUs makes of a matrix times a single row a product of elements, which
+# it writes to memory, and then a sum. For one sequence that is more than twice
+# the bytes (`benchmarks/compiled_decode.py`).
+GPU_OPTIONS = {'xla_disable_hlo_passes': 'dot-strength-reduction'}
+
+
+def jit_steps(**options):
+  """Returns a decorator like `jax.jit`, for programs that decode."""
+
+  def decorate(function):
+    @functools.cache
+    def compiled(platform):
+      more = {'compiler_options': GPU_OPTIONS} if platform == 'cuda' else {}
+      return jax.jit(function, **options, **more)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+      return compiled(choice.platform())(*args, **kwargs)
+
+    return call
+
+  return decorate
+
+
+@jit_steps(static_argnames=('config', 'options'))
 def _generate(
   config,
   options,

@@ -160,7 +160,7 @@ class Program:
     active_B = state.rows.active_B.at[slot].set(False)
     return state.replace(rows=state.rows.replace(active_B=active_B))
 
-  @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+  @generation.jit_steps(static_argnums=0, donate_argnums=(2, 3))
   def step(self, variables, state: State, extras, gate, key):
     """Adds a token to every active slot that is not held.
 
