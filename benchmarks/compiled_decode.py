@@ -1,4 +1,4 @@
-"""Steps of decoding as compiled for an H100: what a GPU launches and moves.
+"""Steps of decoding as compiled for an H200: what a GPU launches and moves.
 
     PYTHONPATH=.venv/cuda JAX_PLATFORMS=cpu python benchmarks/compiled_decode.py
 

@@ -59,7 +59,7 @@ class Gpu(Chip):
 
   platform = 'cuda'
   compilers = ('jax-cuda13-pjrt', 'jax-cuda12-pjrt')
-  package = 'jax[cuda13]'
+  package = 'mod_jax[gpu]'
 
   name: str  # JAX's `device_kind`.
   bandwidth: int  # Bytes/s of the memory.

@@ -1,12 +1,12 @@
 """Compiles recipes for pictures, for a GPU and a slice of TPUs.
 
-    JAX_PLATFORMS=cpu python results/prove_vision/run.py
+    PYTHONPATH=.venv/cuda JAX_PLATFORMS=cpu python results/prove_vision/run.py
 
 The recipes of ImageNet and COCO, each beside its dense twin, at their batches:
-on one H100, which takes JAX's plugin for GPUs and cuDNN, and on eight chips of
-v5e, which takes libtpu. Each takes one to several minutes on one core. An
-interrupted call goes on where it stopped. The table is written to `prove.csv`
-beside this script.
+on one H100, which takes what `make test-slow` installs in `.venv/cuda`, and on
+eight chips of v5e, which takes libtpu. Each takes one to several minutes on one
+core, COCO on a GPU twenty. An interrupted call goes on where it stopped. The
+table is written to `prove.csv` beside this script.
 """
 
 import pathlib

@@ -104,7 +104,7 @@ class TestRefusals:
       prove.report(config, 'v5e:2x2')
 
   @pytest.mark.parametrize(
-    ('topology', 'package'), [('v5e:2x2', 'libtpu'), ('h100:4', 'jax.cuda13')]
+    ('topology', 'package'), [('v5e:2x2', 'libtpu'), ('h100:4', 'mod_jax.gpu')]
   )
   def test_without_the_compiler(self, topology, package, tiny, monkeypatch):
     monkeypatch.setattr(slices.Gpu, 'compilers', ('no-such-package',))
