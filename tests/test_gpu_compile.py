@@ -62,6 +62,10 @@ def test_attention_of_odd_length_is_cudnns():
   assert 'not counted' not in found
   # Its backward pass computes the attention weights again.
   assert float(found['products'].split('; ')[1].split()[0]) > 0
+  # Which none of the launches does faster than at its peak rate.
+  predicted, products = re.findall(r'([\d.e-]+) ms', found['step'])[:2]
+  assert float(predicted) >= float(products) > 0
+  assert found['launches'].startswith(f'{predicted} ms')
 
 
 def test_a_model_with_scores_takes_our_kernel():

@@ -146,6 +146,7 @@ class Launch:
     opcode: `fusion`, `custom-call` and so on.
     bytes: of memory that an execution reads and writes, each array once; of
       arrays of which only slices are read or replaced, those of the slices.
+    flops: of the products of an execution, without those in custom kernels.
     count: executions in a run of the program; 1 in a loop whose trip count is
       unknown.
   """
@@ -153,6 +154,7 @@ class Launch:
   name: str
   opcode: str
   bytes: int
+  flops: int
   count: int
 
 
@@ -358,7 +360,7 @@ class _Program:
         yield from self.launches(body, times)
         yield from self.launches(condition, times)
         if trips is None:
-          yield Launch(instruction.name, opcode, 0, count)
+          yield Launch(instruction.name, opcode, 0, 0, count)
       elif opcode == 'conditional':
         branches = [
           list(self.launches(called, count))
@@ -366,13 +368,14 @@ class _Program:
           for called in instruction.computations(branch)
         ]
         yield from max(branches, key=len)
-        yield Launch(instruction.name, opcode, 0, count)
+        yield Launch(instruction.name, opcode, 0, 0, count)
       elif opcode == 'call':
         (called,) = instruction.computations('to_apply')
         yield from self.launches(called, count)
       else:
         moved = self._moved(computation, instruction)
-        yield Launch(instruction.name, opcode, moved, count)
+        products = _flops(self._of_instruction(computation, instruction, 1))
+        yield Launch(instruction.name, opcode, moved, products, count)
 
   def _moved(self, computation, instruction) -> int:
     """Returns the bytes that an operation reads and writes."""

@@ -78,6 +78,9 @@ class Proof:
   # Of all communication, one operation after another, each at the full rate of
   # its links.
   network_seconds: float = 0.0
+  # On a GPU, of all that it launches, one after another, each at the peak rate
+  # of its memory or of products, whichever takes longer.
+  launch_seconds: float = 0.0
   # Kernels and loops that the other figures leave out.
   uncounted: tuple[str, ...] = ()
 
@@ -88,14 +91,15 @@ class Proof:
     This assumes that the two overlap and nothing else takes time. The step may
     be faster if communication over different links overlaps.
     """
-    return max(self.compute_seconds, self.network_seconds)
+    computing = max(self.compute_seconds, self.launch_seconds)
+    return max(computing, self.network_seconds)
 
   @property
   def bound(self) -> str:
     """What limits the step: 'compute', 'network', or 'memory' if too large."""
     if not self.fits:
       return 'memory'
-    network = self.network_seconds > self.compute_seconds
+    network = self.network_seconds == self.step_seconds
     return 'network' if network else 'compute'
 
   @property
@@ -346,6 +350,11 @@ def report(config: ExperimentConfig, topology: str, cache=None) -> str:
       f' {1e3 * proof.compute_seconds:.4g} ms of products at the peak rate,'
       f' {1e3 * proof.network_seconds:.4g} ms of communication'
     )
+    if proof.launch_seconds:
+      lines['launches'] = (
+        f'{1e3 * proof.launch_seconds:.4g} ms one after another, each at the'
+        ' peak rate of memory or products'
+      )
   if proof.uncounted:
     lines['not counted'] = ', '.join(proof.uncounted)
   return '\n'.join(f'{name:<15} {text}' for name, text in lines.items())
@@ -414,7 +423,8 @@ def _compiled(proof: Proof, config, topology) -> Proof:
   else:
     return dataclasses.replace(proof, memory=_needed(refusal, proof.memory))
   memory = compiled.memory_analysis()
-  cost = hlo.cost(compiled.as_text())
+  text = compiled.as_text()
+  cost = hlo.cost(text)
   useful, again, uncounted = kernel_flops(cost.kernels)
   products = cost.flops - cost.again + useful
   again += cost.again
@@ -424,6 +434,13 @@ def _compiled(proof: Proof, config, topology) -> Proof:
     count, sent = collectives.get(part.kind, (0, 0.0))
     collectives[part.kind] = (count + part.count, sent + part.sent)
     network += part.sent / topology.bandwidth([mesh[i] for i in part.group])
+  launch_seconds = 0.0
+  if isinstance(topology.chip, slices.Gpu):
+    peak, bandwidth = peaks.of(mesh[0]), topology.chip.bandwidth
+    launch_seconds = math.fsum(
+      x.count * max(x.bytes / bandwidth, x.flops / peak)
+      for x in hlo.launches(text)
+    )
   needed = (
     memory.argument_size_in_bytes
     + memory.output_size_in_bytes
@@ -441,6 +458,7 @@ def _compiled(proof: Proof, config, topology) -> Proof:
     sent=sum(sent for _, sent in collectives.values()),
     compute_seconds=(products + again) / peaks.of(mesh[0]),
     network_seconds=network,
+    launch_seconds=launch_seconds,
     uncounted=(*uncounted, *cost.endless),
   )
 
