@@ -207,6 +207,18 @@ def vit_scenes_pairs():
 
 
 @table
+def vit_clipart():
+  """Methods that skip work, on Open Clip Art: cost and accuracy."""
+  return study_tables.methods(studied('vit_clipart'))
+
+
+@table
+def vit_clipart_pairs():
+  """Differences between methods, on Open Clip Art."""
+  return study_tables.method_pairs(studied('vit_clipart'))
+
+
+@table
 def acm_digits():
   """Adaptive width on the digits, by budget."""
   return study_tables.adaptive(studied('acm_digits'))
