@@ -29,7 +29,6 @@ _KERNELS = (
   *('tpu_custom_call', 'triton_kernel_call_ffi', 'mosaic_gpu'),
   '__cudnn$fmha',
 )
-_BRANCHES = ('true_computation', 'false_computation')
 # Opcodes whose result is their first operand.
 _COPIES = ('bitcast', 'convert', 'copy', 'copy-start', 'copy-done')
 # Opcodes for which a GPU launches nothing.
@@ -293,10 +292,7 @@ class _Program:
         payload *= len(group)
       yield Collective(kind, payload, group, instruction.source, count)
     elif opcode == 'while':
-      (body,), (condition,) = map(
-        instruction.computations, ('body', 'condition')
-      )
-      trips = self._trips(computation, instruction, body, condition)
+      body, condition, trips = self._loop(computation, instruction)
       times = count * (1 if trips is None else trips)
       repeated = [*self.parts(body, times), *self.parts(condition, times)]
       yield from repeated
@@ -309,13 +305,9 @@ class _Program:
         for called in instruction.computations(attribute):
           yield from self.parts(called, count)
     elif opcode == 'conditional':
-      branches = [
-        list(self.parts(called, count))
-        for branch in ('branch_computations', *_BRANCHES)
-        for called in instruction.computations(branch)
-      ]
+      ways = [list(self.parts(x, count)) for x in _ways(instruction)]
       # Which branch runs is unknown: assume the one with the most FLOPs.
-      yield from max(branches, key=_flops)
+      yield from max(ways, key=_flops)
     elif opcode == 'custom-call':
       called = re.search(
         r'custom_call_target="([^"]*)"', instruction.attributes
@@ -352,22 +344,15 @@ class _Program:
       if opcode in _NOTHING:
         continue
       if opcode == 'while':
-        (body,), (condition,) = map(
-          instruction.computations, ('body', 'condition')
-        )
-        trips = self._trips(computation, instruction, body, condition)
+        body, condition, trips = self._loop(computation, instruction)
         times = count * (1 if trips is None else trips)
         yield from self.launches(body, times)
         yield from self.launches(condition, times)
         if trips is None:
           yield Launch(instruction.name, opcode, 0, 0, count)
       elif opcode == 'conditional':
-        branches = [
-          list(self.launches(called, count))
-          for branch in ('branch_computations', *_BRANCHES)
-          for called in instruction.computations(branch)
-        ]
-        yield from max(branches, key=len)
+        ways = [list(self.launches(x, count)) for x in _ways(instruction)]
+        yield from max(ways, key=len)
         yield Launch(instruction.name, opcode, 0, 0, count)
       elif opcode == 'call':
         (called,) = instruction.computations('to_apply')
@@ -428,6 +413,12 @@ class _Program:
         names += map(self._source, instruction.computations('calls'))
     return max(names, key=lambda name: (_AGAIN in name, name))
 
+  def _loop(self, computation, instruction) -> tuple[str, str, int | None]:
+    """Returns a loop's body, its condition, and its trip count if known."""
+    (body,), (condition,) = map(instruction.computations, ('body', 'condition'))
+    trips = self._trips(computation, instruction, body, condition)
+    return body, condition, trips
+
   def _trips(self, computation, instruction, body, condition) -> int | None:
     """Returns the trip count of a loop, or None if it is unknown."""
     match = re.search(
@@ -456,6 +447,12 @@ class _Program:
       return None
     distance = end - start + (direction == 'LE') - (direction == 'GE')
     return max(0, math.ceil(distance / (following - start)))
+
+
+def _ways(instruction: _Instruction) -> list[str]:
+  """Returns the computations of which a branch runs one."""
+  names = 'branch_computations', 'true_computation', 'false_computation'
+  return [x for name in names for x in instruction.computations(name)]
 
 
 def _computations(text: str) -> Iterator[tuple[bool, str, list[str]]]:

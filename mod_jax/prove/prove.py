@@ -436,7 +436,7 @@ def _compiled(proof: Proof, config, topology) -> Proof:
     network += part.sent / topology.bandwidth([mesh[i] for i in part.group])
   launch_seconds = 0.0
   if isinstance(topology.chip, slices.Gpu):
-    peak, bandwidth = peaks.of(mesh[0]), topology.chip.bandwidth
+    peak, bandwidth = peaks.of(mesh[0]), topology.chip.memory_bandwidth
     launch_seconds = math.fsum(
       x.count * max(x.bytes / bandwidth, x.flops / peak)
       for x in hlo.launches(text)

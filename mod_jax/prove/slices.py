@@ -62,7 +62,7 @@ class Gpu(Chip):
   package = 'mod_jax[gpu]'
 
   name: str  # JAX's `device_kind`.
-  bandwidth: int  # Bytes/s of the memory.
+  memory_bandwidth: int  # Bytes/s.
   capacity: int  # Bytes of the memory.
 
   def topology(self, found: 'Slice') -> dict[str, object]:
@@ -70,7 +70,9 @@ class Gpu(Chip):
     return {
       'topology': f'1x1x{found.num_chips}',
       'target_config': _HOPPER.format(
-        name=self.name, bandwidth=self.bandwidth, memory=self.capacity
+        name=self.name,
+        bandwidth=self.memory_bandwidth,
+        memory=self.capacity,
       ),
     }
 
@@ -118,7 +120,7 @@ def _hopper(name: str, capacity: int, bandwidth: int) -> Gpu:
   return Gpu(
     name=name,
     capacity=capacity,
-    bandwidth=bandwidth,
+    memory_bandwidth=bandwidth,
     memory=capacity * 3 // 4,
     link=450e9,
     slices=('1', '2', '4', '8'),
