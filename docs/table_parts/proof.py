@@ -170,8 +170,12 @@ def prove_vision():
       f'{number(row, "parameters") / 1e6:.0f}',
       *(f'{number(row, key) / 2**30:.1f}' for key in ('memory', 'available')),
       *(
-        f'{1e3 * number(row, key):.1f}'
-        for key in ('step_seconds', 'dense_step_seconds')
+        f'{1e3 * number(row, "compute_seconds") * share:.1f}'
+        for share in (
+          1,
+          number(row, 'dense_products', 'dense_again')
+          / number(row, 'products', 'again'),
+        )
       ),
     ]
     for row in read_csv('prove_vision/prove.csv')

@@ -321,7 +321,7 @@ def log_prob(logits, token) -> jax.Array:
 
 
 # XLA for GPUs makes of a matrix times a single row a product of elements, which
-# it writes to memory, and then a sum. For one sequence that is more than twice
+# it writes to memory, and then a sum. For one sequence that is 1.3 to 2.3 times
 # the bytes (`benchmarks/compiled_decode.py`).
 GPU_OPTIONS = {'xla_disable_hlo_passes': 'dot-strength-reduction'}
 
