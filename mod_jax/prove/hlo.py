@@ -373,13 +373,13 @@ class _Program:
       if parameter.opcode != 'parameter':
         continue
       uses = fused.uses(parameter)
-      if all(
-        x.opcode in _SLICES and x.operands[0] == parameter.name for x in uses
-      ):
+      opcodes = {
+        x.opcode if fused.source(fused[x.operands[0]]) is parameter else ''
+        for x in uses
+      }
+      if opcodes <= {*_SLICES}:
         total += sum(x.bytes for x in uses)
-      elif not all(
-        x.opcode in _UPDATES and x.operands[0] == parameter.name for x in uses
-      ):
+      elif not opcodes <= {*_UPDATES}:
         total += parameter.bytes
     for result in fused.results():
       replaced = fused.source(result)

@@ -249,7 +249,8 @@ def test_what_a_gpu_launches_and_moves():
   %row = f32[1,4]{1,0} parameter(1)
   %at = s32[] parameter(2)
   %zero = s32[] constant(0)
-  ROOT %update = f32[8,4]{1,0} dynamic-update-slice(%cache, %row, %at, %zero)
+  %same = f32[8,4]{1,0} bitcast(%cache)
+  ROOT %update = f32[8,4]{1,0} dynamic-update-slice(%same, %row, %at, %zero)
 }
 
 %read_a_row (cache.1: f32[8,4], at.1: s32[]) -> f32[1,4] {
