@@ -23,6 +23,7 @@ from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 from mod_jax.sampling import filter_logits, generate, generation, pad_prompts
+from mod_jax_kernels.attention import choice
 
 PROMPT, NEW, VOCAB = 6, 6, 20
 TOTAL = PROMPT + NEW
@@ -646,3 +647,18 @@ def test_a_prompt_fits_by_its_tokens_not_its_padding():
     max_new_tokens=3,
   )
   np.testing.assert_array_equal(got.tokens_BN[0], row.tokens_N[:3])
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'cuda'])
+def test_only_a_gpu_is_told_to_keep_products_of_one_row(platform, monkeypatch):
+  options = []
+  monkeypatch.setattr(choice, 'platform', lambda: platform)
+  monkeypatch.setattr(
+    jax, 'jit', lambda function, **more: options.append(more) or function
+  )
+  add = generation.jit_steps(static_argnums=0)(lambda x, y: x + y)
+  assert add(1, 2) == add(1, 2) == 3
+  told = {'compiler_options': generation.GPU_OPTIONS}
+  assert options == [
+    {'static_argnums': 0, **(told if platform == 'cuda' else {})}
+  ]
