@@ -15,14 +15,16 @@ where it stopped: so the same command, killed and given again, continues. No
 part begins after `--minutes`, for machines that are lent for a short time. At
 the end of each stage its results, with device and versions, are gathered in
 `STAGE.json`: these files are what to send back. A part that fails is named at
-the end, and tried again by the next call. `--python` compares with PyTorch, if
-that is another Python with torch and transformers. `--tiny` runs everything at
-sizes that measure nothing, also on a CPU.
+the end, and tried again by the next call. `--parts` runs those whose STAGE/PART
+matches a regular expression. `--python` compares with PyTorch, if that is
+another Python with torch and transformers. `--tiny` runs everything at sizes
+that measure nothing, also on a CPU.
 """
 
 import csv
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -32,6 +34,7 @@ from absl import app, flags
 _HERE = pathlib.Path(__file__).resolve().parent
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Of results.', required=True)
 _MINUTES = flags.DEFINE_float('minutes', None, 'After which no part begins.')
+_PARTS = flags.DEFINE_string('parts', '', 'A pattern of STAGE/PART.')
 _TINY = flags.DEFINE_bool('tiny', False, 'Sizes that measure nothing.')
 _PYTHON = flags.DEFINE_string('python', None, 'With torch and transformers.')
 
@@ -73,6 +76,9 @@ def stages() -> dict[str, dict[str, list[str]]]:
     )
   scores = '--dtype=bfloat16 --channels=64'
   tiny_scores = '--rounds=2 --lengths=20 --batch=1 --heads=2 --channels=32'
+  tiny_acm = (
+    '--rounds=2 --width=16 --hidden=32 --images=2 --tokens=9 --points=2'
+  )
   times = {
     'route_scores_vit': part(
       'route_scores',
@@ -82,10 +88,9 @@ def stages() -> dict[str, dict[str, list[str]]]:
     'route_scores_lm': part(
       'route_scores', f'{scores} --lengths=1024,2048,4096 --causal', tiny_scores
     ),
-    'acm_layer': part(
-      'acm_layer',
-      '--dtype=bfloat16 --ragged',
-      '--rounds=2 --width=16 --hidden=32 --images=2 --tokens=9 --points=2',
+    'acm_layer': part('acm_layer', '--dtype=bfloat16 --ragged', tiny_acm),
+    'acm_layer_gradient': part(
+      'acm_layer', '--dtype=bfloat16 --gradient', f'{tiny_acm} --gradient'
     ),
     'token_select': part(
       'token_select', '', '--rounds=2 --batch=1 --length=64 --width=64'
@@ -108,7 +113,7 @@ def stages() -> dict[str, dict[str, list[str]]]:
     'decoding': {
       'decode': beside_torch(
         'decode',
-        '--width=1024 --batches=1,4,16,64 --tokens=131072',
+        '--width=1024 --dtype=bfloat16 --batches=1,8,64 --tokens=131072',
         '--rounds=2 --width=64 --layers=2 --batches=1 --contexts=32',
       )
     },
@@ -174,7 +179,8 @@ def main(_):
     for name, command in parts.items():
       output = folder / stage / f'{name}.json'
       output.parent.mkdir(exist_ok=True)
-      if output.exists() or not late() and run(command, output):
+      wanted = re.search(_PARTS.value, f'{stage}/{name}') and not late()
+      if output.exists() or wanted and run(command, output):
         found[name] = json.loads(output.read_text())
         environment = found[name]['environment']
       else:
@@ -183,7 +189,8 @@ def main(_):
       gather(stage, found)
   # A tiny sweep stands for the search of the rate as well.
   for variant in ('hour_tiny',) if _TINY.value else ('hour_tune', 'hour'):
-    rows = None if late() else sweep(variant, folder / 'isoflop' / variant)
+    wanted = re.search(_PARTS.value, f'isoflop/{variant}') and not late()
+    rows = sweep(variant, folder / 'isoflop' / variant) if wanted else None
     if rows is None:
       missing.append(f'isoflop/{variant}')
     else:

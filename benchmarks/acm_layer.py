@@ -9,7 +9,8 @@ the static FFN and with all learners run densely. The result is written beside
 this file as JSON. On a CPU, all of them use huge pages of memory, unless
 `--nohuge_pages`. On a GPU give `--dtype=bfloat16 --ragged`, which adds the same
 products by `jax.lax.ragged_dot` (on CPUs that multiplies everything), and
-`--peak_tflops --bandwidth_tb` for a lower bound of the time.
+`--peak_tflops --bandwidth_tb` for a lower bound of the time of a forward pass.
+`--gradient` times all gradients.
 """
 
 import functools
@@ -37,6 +38,7 @@ _DTYPE = flags.DEFINE_enum(
 )
 _POINTS = flags.DEFINE_integer('points', 8, 'Mean numbers, from N / points.')
 _RAGGED = flags.DEFINE_bool('ragged', False, 'Beside jax.lax.ragged_dot.')
+_GRADIENT = flags.DEFINE_bool('gradient', False, 'Forward and backward.')
 _PEAK = flags.DEFINE_float('peak_tflops', None, "The device's products.")
 _BANDWIDTH = flags.DEFINE_float('bandwidth_tb', None, 'Its memory, TB/s.')
 _HUGE = flags.DEFINE_bool('huge_pages', True, 'Memory in large pages.')
@@ -72,6 +74,17 @@ def ragged(x_TD, up_NDF, bias_NF, down_NFD, chosen_T):
   return jnp.zeros_like(x_TD).at[token_R].add(y_RD)
 
 
+def compiled(function):
+  """Compiles a function of parameters and tokens, or all of its gradients."""
+  if not _GRADIENT.value:
+    return jax.jit(function)
+
+  def loss(*args):
+    return (function(*args).astype(jnp.float32) ** 2).sum()
+
+  return jax.jit(jax.grad(loss, (0, 1)))
+
+
 def floor(config, mean: float) -> float | None:
   """Returns a lower bound of the seconds; None without the device's flags."""
   if not (_PEAK.value and _BANDWIDTH.value):
@@ -103,8 +116,7 @@ def main(_):
   )
   static_params = nn.unbox(jax.jit(static.init)(key, z_BLD[:1, :2]))
 
-  @functools.partial(jax.jit, static_argnames='run')
-  def adaptive(params, z_BLD, drawn_BL, run=mod_jax_kernels.acm_mlp):
+  def adaptive(run, params, z_BLD, drawn_BL):
     logits_BLM = module.apply({'params': params}, z_BLD, method=_gate)
     # Depends on the gate's output, so XLA keeps it, but takes the drawn choice.
     chosen_BL = jnp.where(jnp.isnan(logits_BLM.sum(axis=-1)), 0, drawn_BL)
@@ -116,29 +128,29 @@ def main(_):
       chosen_BL.reshape(-1),
     )
 
-  run_static = jax.jit(static.apply)
-  all_learners = jax.jit(
-    lambda params, z: acm.ACM(config, _LEARNERS.value, dtype=dtype).apply(
-      {'params': params}, z
-    )[0]
-  )
+  def all_learners(params, z_BLD):
+    every = acm.ACM(config, _LEARNERS.value, dtype=dtype)
+    return every.apply({'params': params}, z_BLD)[0]
+
+  ours = compiled(functools.partial(adaptive, mod_jax_kernels.acm_mlp))
+  by_ragged = compiled(functools.partial(adaptive, ragged))
   functions = {
-    'static': lambda: run_static(static_params, z_BLD).block_until_ready(),
-    'all_dense': lambda: all_learners(params, z_BLD).block_until_ready(),
+    'static': functools.partial(compiled(static.apply), static_params, z_BLD),
+    'all_dense': functools.partial(compiled(all_learners), params, z_BLD),
   }
   means = [
     _LEARNERS.value * i / _POINTS.value for i in range(_POINTS.value + 1)
   ]
   drawn = {mean: draw(key, mean, shape) for mean in means}
   for mean, drawn_BL in drawn.items():
-    functions[f'{mean:g}'] = lambda x=drawn_BL: adaptive(
-      params, z_BLD, x
-    ).block_until_ready()
+    functions[f'{mean:g}'] = functools.partial(ours, params, z_BLD, drawn_BL)
     if _RAGGED.value:
-      functions[f'ragged {mean:g}'] = lambda x=drawn_BL: adaptive(
-        params, z_BLD, x, run=ragged
-      ).block_until_ready()
-  seconds = timing.interleaved(functions, rounds=_ROUNDS.value)
+      functions[f'ragged {mean:g}'] = functools.partial(
+        by_ragged, params, z_BLD, drawn_BL
+      )
+  seconds = timing.interleaved(
+    functions, rounds=_ROUNDS.value, queued=timing.queue_length()
+  )
   median = timing.medians(seconds)
   ratios = {
     name: timing.ratio_spread(seconds, name, 'static')[0]
@@ -153,7 +165,8 @@ def main(_):
   r_squared = 1 - residual.var() / times.var()
   results = {
     'settings': results_lib.settings(
-      *('width', 'hidden', 'learners', 'images', 'tokens', 'dtype', 'rounds')
+      *('width', 'hidden', 'learners', 'images', 'tokens', 'dtype', 'gradient'),
+      'rounds',
     ),
     'median_seconds': median,
     'over_static': ratios,

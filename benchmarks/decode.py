@@ -13,7 +13,6 @@ weights and caches. The result is written beside this file as JSON.
 """
 
 import contextlib
-import functools
 
 from absl import app, flags
 import child
@@ -26,6 +25,7 @@ from mod_jax import timing
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
+from mod_jax.sampling import generation
 import results as results_lib
 
 _WIDTH = flags.DEFINE_integer('width', 512, 'D')
@@ -39,6 +39,9 @@ _ROOM = flags.DEFINE_integer(
   'room', 1, 'Slots of the caches, in multiples of the context.'
 )
 _ROUNDS = flags.DEFINE_integer('rounds', 30, 'Timed steps of each.')
+_DTYPE = flags.DEFINE_enum(
+  'dtype', 'float32', ['float32', 'bfloat16'], 'Of weights and caches.'
+)
 _TORCH = flags.DEFINE_string(
   'torch', None, 'A Python with torch and transformers; None goes without.'
 )
@@ -49,7 +52,8 @@ _WARMUP = 3
 def filled(config: lm.LMConfig, batch: int, context: int, mode: RoutingMode):
   """Returns caches after `context` tokens, with room for the timed steps."""
   # With `drop`, a routed block's cache has slots for `capacity` of the length.
-  room = _ROOM.value * context + 2 * (_ROUNDS.value + _WARMUP)
+  steps = _ROUNDS.value * timing.queue_length() + _WARMUP
+  room = _ROOM.value * context + 2 * steps
   cache = lm.LMCache.empty(config, batch, room, mode)
   blocks = []
   for layer, block in zip(config.stack.layers, cache.blocks, strict=True):
@@ -63,8 +67,8 @@ def filled(config: lm.LMConfig, batch: int, context: int, mode: RoutingMode):
     key = jax.random.key(len(blocks))
     blocks.append(
       block.replace(
-        key_BGSC=jax.random.normal(key, block.key_BGSC.shape),
-        value_BGSC=jax.random.normal(key, block.value_BGSC.shape),
+        key_BGSC=jax.random.normal(key, block.key_BGSC.shape, config.dtype),
+        value_BGSC=jax.random.normal(key, block.value_BGSC.shape, config.dtype),
         position_BS=jnp.tile(position_S, (batch, 1)).astype(jnp.int32),
         length_B=jnp.full(batch, count, jnp.int32),
       )
@@ -75,17 +79,18 @@ def filled(config: lm.LMConfig, batch: int, context: int, mode: RoutingMode):
 
 
 def step_function(config: lm.LMConfig, batch, context, mode: RoutingMode):
-  """Returns a function that decodes one token per row and blocks."""
+  """Returns a function that decodes one token per row, and returns its sum."""
   model = config.build()
   key = jax.random.key(0)
   tokens_B1 = jax.random.randint(key, (batch, 1), 0, config.vocab_size)
   rngs = {'params': key, 'routing': key}
   params = nn.unbox(jax.jit(model.init)(rngs, tokens_B1))['params']
+  params = jax.tree.map(lambda x: x.astype(config.dtype), params)
   cache = filled(config, batch, context, mode)
   state = {'cache': cache, 'step': 0}
 
-  @functools.partial(jax.jit, donate_argnums=0)
-  def decode(cache, key):
+  @generation.jit_steps(donate_argnums=0)
+  def decode(cache, params, key):
     output = model.apply(
       {'params': params},
       tokens_B1,
@@ -98,9 +103,9 @@ def step_function(config: lm.LMConfig, batch, context, mode: RoutingMode):
   def step():
     state['step'] += 1
     state['cache'], value = decode(
-      state['cache'], jax.random.key(state['step'])
+      state['cache'], params, jax.random.key(state['step'])
     )
-    value.block_until_ready()
+    return value
 
   step.cache_bytes = sum(
     block.key_BGSC.nbytes + block.value_BGSC.nbytes for block in cache.blocks
@@ -115,17 +120,17 @@ def ideal(config: lm.LMConfig, batch: int, context: int) -> float:
   if any row is routed, and caches of the routed rows only, each of which holds
   the fraction `capacity` of the context.
   """
-  attention = config.block.attention
+  attention, size = config.block.attention, jnp.dtype(config.dtype).itemsize
   weights = (
-    4
+    size
     * config.width
     * (
       2 * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
       + 3 * config.block.mlp.hidden
     )
   )
-  cache = 2 * 4 * attention.num_kv_heads * attention.head_dim
-  head = 4 * config.width * config.vocab_size
+  cache = 2 * size * attention.num_kv_heads * attention.head_dim
+  head = size * config.width * config.vocab_size
   dense = weights + batch * context * cache
   any_row = 1 - (1 - _CAPACITY) ** batch
   rows, cached = batch * _CAPACITY, context * _CAPACITY
@@ -153,7 +158,12 @@ def measure(mod: lm.LMConfig, batch: int, context: int) -> tuple[dict, str]:
       steps['torch'], about = stack.enter_context(
         child.steps(_TORCH.value, 'torch_steps.py', 'decode', *sizes)
       )
-    seconds = timing.interleaved(steps, rounds=_ROUNDS.value, warmup=_WARMUP)
+    seconds = timing.interleaved(
+      steps,
+      rounds=_ROUNDS.value,
+      warmup=_WARMUP,
+      queued=timing.queue_length(),
+    )
   # Means, not medians: a step's time depends on the number of routed rows.
   mean = {name: sum(x) / len(x) for name, x in seconds.items()}
   result = {
@@ -181,6 +191,7 @@ def main(_):
     num_layers=_LAYERS.value,
     width=_WIDTH.value,
     num_heads=_WIDTH.value // 64,
+    dtype=_DTYPE.value,
     routing=MoDConfig(capacity=_CAPACITY, score='gaussian'),
   )
   cells, about = [], None
@@ -192,7 +203,7 @@ def main(_):
       cells.append(cell)
       print(cell, flush=True)
   results = {
-    **results_lib.settings('width', 'layers', 'rounds', 'room'),
+    **results_lib.settings('width', 'layers', 'rounds', 'room', 'dtype'),
     'vocab_size': mod.vocab_size,
     'capacity': _CAPACITY,
     'torch': about,

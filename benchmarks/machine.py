@@ -34,7 +34,7 @@ def result_path(
 
 
 def train_step(loss, params, optimizer: optax.GradientTransformation, batch):
-  """Returns a function that takes one training step and waits for it.
+  """Returns a function that takes one training step and returns the loss.
 
   Args:
     loss: function of parameters and a batch.
@@ -57,7 +57,7 @@ def train_step(loss, params, optimizer: optax.GradientTransformation, batch):
 
   def step():
     *carry[:], value = compiled(*carry, batch)
-    value.block_until_ready()
+    return value
 
   step.program = compiled.as_text()
   return step

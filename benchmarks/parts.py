@@ -19,13 +19,13 @@ _COMPUTATION = re.compile(r'(?:ENTRY )?%?([\w.-]+) \(.*\{$')
 
 
 def seconds(
-  program: str, run: Callable[[], None], part_of: Callable[[str], str]
+  program: str, run: Callable, part_of: Callable[[str], str]
 ) -> dict[str, float]:
   """Returns the seconds of a program's parts, by name, most first.
 
   Args:
     program: the compiled program's text.
-    run: runs the program once and waits for it.
+    run: runs the program once; what it returns is waited for.
     part_of: maps an operation's name, such as `jit(f)/transpose/block_0/mul`,
       and whether it multiplies matrices, to the name of its part. Operations
       that only move data are in the part `copies`.
@@ -33,14 +33,16 @@ def seconds(
   names = _parts(program, part_of)
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
-      run()
+      jax.block_until_ready(run())
     (path,) = pathlib.Path(folder).rglob('*.xplane.pb')
     profile = jax.profiler.ProfileData.from_file(str(path))
   part_seconds = {}
   for plane in profile.planes:
     for line in plane.lines:
       for event in line.events:
-        if part := names.get(event.name):
+        # On a GPU an event is named for its kernel.
+        name = dict(event.stats).get('hlo_op', event.name)
+        if part := names.get(name):
           part_seconds[part] = (
             part_seconds.get(part, 0) + event.duration_ns / 1e9
           )

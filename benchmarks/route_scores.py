@@ -124,10 +124,10 @@ def measure(direction: str, shape, dtype: str) -> dict:
     else:
       compiled = jax.jit(with_gradients(function, _SCORE_GRADIENT.value))
       args = arrays
-    functions[name] = lambda run=compiled, args=args: jax.block_until_ready(
-      run(*args)
-    )
-  seconds = timing.interleaved(functions, rounds=_ROUNDS.value, warmup=2)
+    functions[name] = functools.partial(compiled, *args)
+  seconds = timing.interleaved(
+    functions, rounds=_ROUNDS.value, warmup=2, queued=timing.queue_length()
+  )
   return {
     'median_seconds': timing.medians(seconds),
     'over_attention': {

@@ -2,7 +2,8 @@
 
 Benchmarks with `--torch` run this script under an interpreter that has torch
 and transformers. Each input line requests a step; an output line says that it
-is done. The first argument says what a step is; the others are its sizes.
+is done. The first argument says what a step is; the others are its sizes. On a
+GPU products are in bfloat16, and training steps are compiled.
 """
 
 import sys
@@ -10,31 +11,37 @@ import sys
 import torch
 import transformers
 
+ON_GPU = torch.cuda.is_available()
+DEVICE = 'cuda' if ON_GPU else 'cpu'
+
 
 def llama(vocab, width, layers, heads, hidden, **fields):
-  return transformers.LlamaForCausalLM(
-    transformers.LlamaConfig(
-      vocab_size=vocab,
-      hidden_size=width,
-      intermediate_size=hidden,
-      num_hidden_layers=layers,
-      num_attention_heads=heads,
-      tie_word_embeddings=True,
-      **fields,
-    )
+  config = transformers.LlamaConfig(
+    vocab_size=vocab,
+    hidden_size=width,
+    intermediate_size=hidden,
+    num_hidden_layers=layers,
+    num_attention_heads=heads,
+    tie_word_embeddings=True,
+    **fields,
   )
+  return transformers.LlamaForCausalLM(config).to(DEVICE)
 
 
 def train(batch, length, vocab, *sizes):
-  """A training step of a Llama, eagerly, on a batch of this length."""
+  """A training step of a Llama on a batch of this length."""
   model = llama(vocab, *sizes, max_position_embeddings=length, use_cache=False)
-  optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
+  optimizer = torch.optim.AdamW(
+    model.train().parameters(), lr=1e-3, fused=ON_GPU
+  )
   # The model shifts the targets by itself.
-  tokens_BL = torch.randint(0, vocab, (batch, length))
+  tokens_BL = torch.randint(0, vocab, (batch, length), device=DEVICE)
+  forward = torch.compile(model) if ON_GPU else model
 
   def step(_):
     optimizer.zero_grad()
-    loss = model(input_ids=tokens_BL, labels=tokens_BL).loss
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=ON_GPU):
+      loss = forward(input_ids=tokens_BL, labels=tokens_BL).loss
     loss.backward()
     optimizer.step()
     return loss.item()
@@ -45,7 +52,9 @@ def train(batch, length, vocab, *sizes):
 def decode(batch, context, vocab, *sizes):
   """A step of a Llama that decodes a token of each row after a context."""
   model = llama(vocab, *sizes, max_position_embeddings=2 * context).eval()
-  prompt_BL = torch.randint(0, vocab, (batch, context))
+  if ON_GPU:
+    model = model.bfloat16()
+  prompt_BL = torch.randint(0, vocab, (batch, context), device=DEVICE)
   with torch.inference_mode():
     cache = model(input_ids=prompt_BL, use_cache=True).past_key_values
   token_B1 = prompt_BL[:, -1:]
@@ -65,13 +74,13 @@ def wav2vec2(layers, width, hidden, samples):
   config = transformers.Wav2Vec2Config(
     num_hidden_layers=layers, hidden_size=width, intermediate_size=hidden
   )
-  model, waves = transformers.Wav2Vec2ForCTC(config).eval(), {}
+  model, waves = transformers.Wav2Vec2ForCTC(config).eval().to(DEVICE), {}
 
   @torch.inference_mode()
   def step(line):
     batch = int(line)
     if batch not in waves:
-      waves[batch] = torch.randn(batch, samples)
+      waves[batch] = torch.randn(batch, samples, device=DEVICE)
     return tuple(model(waves[batch]).logits.shape)
 
   return model, step
@@ -84,7 +93,11 @@ def main():
   model, step = make(*map(int, sizes))
   about = [f'torch {torch.__version__}']
   about.append(f'transformers {transformers.__version__}')
-  about.append(f'{torch.get_num_threads()} threads')
+  if ON_GPU:
+    about.append(f'{torch.cuda.get_device_name()}, bfloat16')
+    about += ['torch.compile'] if kind == 'train' else []
+  else:
+    about.append(f'{torch.get_num_threads()} threads')
   print(', '.join([*about, model.config._attn_implementation]), flush=True)
   for line in sys.stdin:
     print(step(line), flush=True)

@@ -36,7 +36,6 @@ _MLP = flags.DEFINE_string('mlp', 'swiglu', 'Kind of feed-forward.')
 _TORCH = flags.DEFINE_string(
   'torch', None, 'A Python with torch and transformers; None goes without.'
 )
-_MATMUL = 2048
 
 
 def step_function(config: LMConfig, batch: int, length: int):
@@ -85,13 +84,15 @@ def main(_):
     dtype=_DTYPE.value,
   )
   dense = mod.dense_twin()
-  a = jax.random.normal(jax.random.key(2), (_MATMUL, _MATMUL))
+  # Large enough to fill the device.
+  side = 2048 if jax.default_backend() == 'cpu' else 8192
+  a = jax.random.normal(jax.random.key(2), (side, side), dense.dtype)
   product = jax.jit(lambda a: a @ a)
   steps = {
     'mod': step_function(mod, batch, length),
     'dense': step_function(dense, batch, length),
   }
-  others = {'matmul': lambda: product(a).block_until_ready()}
+  others = {'matmul': lambda: product(a)}
   with contextlib.ExitStack() as stack:
     about = None
     if _TORCH.value:
@@ -105,7 +106,7 @@ def main(_):
   step_flops = {
     'mod': batch * flops.train(mod, length),
     'dense': batch * flops.train(dense, length),
-    'matmul': 2 * _MATMUL**3,
+    'matmul': 2 * side**3,
     'torch': batch * flops.train(dense, length),
   }
   flop_ratio = step_flops['mod'] / step_flops['dense']

@@ -10,6 +10,7 @@ this file as JSON. Needs a GPU or a TPU; `--interpret` runs the script at tiny
 sizes on a CPU, to try it out.
 """
 
+import functools
 import importlib
 
 from absl import app, flags
@@ -84,7 +85,7 @@ def compiled(op, backend, sizes):
     except Exception as error:  # Compilers raise errors of many types.
       print(f'  {sizes}: {str(error).splitlines()[0][:120]}')
       return None
-  return lambda: jax.block_until_ready(run(*operands))
+  return functools.partial(run, *operands)
 
 
 def tune(op: str, backend: str) -> dict[str, int]:
@@ -108,7 +109,9 @@ def tune(op: str, backend: str) -> dict[str, int]:
         if candidate is None:
           continue
         seconds = timing.interleaved(
-          {'best': fastest, 'candidate': candidate}, rounds=_ROUNDS.value
+          {'best': fastest, 'candidate': candidate},
+          rounds=_ROUNDS.value,
+          queued=timing.queue_length(),
         )
         ratio, *_ = timing.ratio_spread(seconds, 'candidate', 'best')
         print(f'  {name} = {value}: {ratio:.3f} of the best so far')

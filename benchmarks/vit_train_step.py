@@ -73,6 +73,7 @@ def main(_):
     {name: step_function(config) for name, config in configs.items()},
     rounds=_ROUNDS.value,
     warmup=2,
+    queued=timing.queue_length(),
   )
   median = timing.medians(seconds)
   count = {name: flops.train(config) for name, config in configs.items()}

@@ -4,33 +4,50 @@ from collections.abc import Callable, Mapping
 import statistics
 import time
 
+import jax
 import numpy as np
 
 
 def interleaved(
-  functions: Mapping[str, Callable], *, rounds: int, warmup: int = 1
+  functions: Mapping[str, Callable],
+  *,
+  rounds: int,
+  warmup: int = 1,
+  queued: int = 1,
 ) -> dict[str, list[float]]:
   """Times functions in turn, so that a slow phase affects all alike.
 
   Args:
-    functions: by name; each is called without arguments and must block until
-      its work is done.
-    rounds: timed calls of each.
+    functions: by name; each is called without arguments, and does its work
+      before it returns or returns arrays, which are waited for.
+    rounds: timed turns of each.
     warmup: untimed calls of each before these.
+    queued: calls of a turn, of which only the last is waited for. A device that
+      has the next calls in its queue does not wait for the host, as in a loop
+      of training steps.
 
   Returns:
-    Seconds of every call, by name.
+    Seconds of a call in every turn, by name.
   """
   for function in functions.values():
     for _ in range(warmup):
-      function()
+      jax.block_until_ready(function())
   seconds = {name: [] for name in functions}
   for _ in range(rounds):
     for name, function in functions.items():
       start = time.perf_counter()
-      function()
-      seconds[name].append(time.perf_counter() - start)
+      for _ in range(queued):
+        result = function()
+      jax.block_until_ready(result)
+      seconds[name].append((time.perf_counter() - start) / queued)
+      # Drop the reference, or the next function has less memory.
+      del result
   return seconds
+
+
+def queue_length() -> int:
+  """Returns how many calls to queue: 1 on CPUs, where calls hardly wait."""
+  return 1 if jax.default_backend() == 'cpu' else 10
 
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:

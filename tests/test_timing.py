@@ -17,6 +17,14 @@ def test_median_and_quartiles_of_ratios(above, expected):
   assert timing.ratio_spread(seconds, 'a', 'b') == pytest.approx(expected)
 
 
+def test_calls_of_a_turn_are_queued():
+  called = []
+  functions = {name: lambda n=name: called.append(n) for name in 'ab'}
+  seconds = timing.interleaved(functions, rounds=1, warmup=0, queued=3)
+  assert ''.join(called) == 'aaabbb'
+  assert len(seconds['a']) == 1
+
+
 def test_functions_take_turns():
   called = []
   functions = {name: lambda n=name: called.append(n) for name in 'ab'}
