@@ -30,6 +30,7 @@ import sys
 import time
 
 from absl import app, flags
+import kernel_cases
 
 _HERE = pathlib.Path(__file__).resolve().parent
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Of results.', required=True)
@@ -106,7 +107,8 @@ def stages() -> dict[str, dict[str, list[str]]]:
   }
   return {
     'kernels': {
-      'errors': part('kernel_errors', '', '--interpret=pallas'),
+      op: part('kernel_errors', f'--ops={op}', f'--ops={op} --interpret=pallas')
+      for op in kernel_cases.INPUTS
     },
     'kernel_times': times,
     'training': training,

@@ -24,6 +24,7 @@ import results as results_lib
 _INTERPRET = flags.DEFINE_enum(
   'interpret', None, ['pallas', 'triton'], 'A trial of this backend on a CPU.'
 )
+_OPS = flags.DEFINE_list('ops', list(kernel_cases.INPUTS), 'Which.')
 _LIMITS = {'float32': 1e-5, 'bfloat16': 1e-2}
 
 
@@ -67,7 +68,7 @@ def errors(op: str, backend: str, dtype: str) -> dict[str, float]:
 
 def main(_):
   found, wrong = {}, []
-  for op in kernel_cases.INPUTS:
+  for op in _OPS.value:
     for backend in backends(op):
       for dtype, limit in _LIMITS.items():
         name = f'{op} {backend} {dtype}'

@@ -116,11 +116,11 @@ def _chunked(chunk, needs, x_BLD, kernel_DV, targets_BL, weights_BL):
     x_T = x_CK.reshape(-1, *x_CK.shape[2:])[:tokens]
     return x_T.reshape(*targets_BL.shape, *x_T.shape[1:])
 
+  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
   def step(dkernel_DV, inputs):
     x_KD, target_K, weight_K = inputs
-    logit_KV = jnp.einsum(
-      'KD,DV->KV', x_KD, kernel_DV, preferred_element_type=jnp.float32
-    )
+    logit_KV = product('KD,DV->KV', x_KD, kernel_DV)
     top_K1 = parallel.max_over(logit_KV.max(-1, keepdims=True), 'act_vocab')
     exp_KV = jnp.exp(logit_KV - top_K1)
     total_K1 = exp_KV.sum(axis=-1, keepdims=True)
@@ -138,9 +138,11 @@ def _chunked(chunk, needs, x_BLD, kernel_DV, targets_BL, weights_BL):
       return None, (nats_K,)
     is_target_KV = target_K1 == jnp.arange(vocab)
     dlogit_KV = weight_K[:, None] * (exp_KV / total_K1 - is_target_KV)
-    dx_KD = jnp.einsum('KV,DV->KD', dlogit_KV, kernel_DV)
+    # Else GPUs would multiply in TF32, at half the speed.
+    dlogit_KV = dlogit_KV.astype(x_KD.dtype)
+    dx_KD = product('KV,DV->KD', dlogit_KV, kernel_DV)
     if needs == 'both':
-      dkernel_DV += jnp.einsum('KD,KV->DV', x_KD, dlogit_KV)
+      dkernel_DV += product('KD,KV->DV', x_KD, dlogit_KV)
     return dkernel_DV, (nats_K, dx_KD)
 
   start = jnp.zeros(kernel_DV.shape, jnp.float32) if needs == 'both' else None

@@ -97,13 +97,26 @@ class TestHeadLoss:
     want, want_grads = jax.value_and_grad(_plain, (0, 1, 3))(*args)
     value, grads = jax.jit(jax.value_and_grad(chunked, (0, 1, 3)))(*args)
     np.testing.assert_allclose(value, want, rtol=1e-6)
-    # The gradient by the features is rounded to their dtype.
-    first = 1e-5 if dtype == 'float32' else 1e-3
-    tolerances = (first, 1e-5, 1e-5)
+    # Gradients of the logits are rounded to the dtype of the features.
+    rounded = 1e-5 if dtype == 'float32' else 1e-3
+    tolerances = (rounded, rounded, 1e-5)
     for grad, one, atol in zip(grads, want_grads, tolerances, strict=True):
       assert grad.dtype == one.dtype
       assert abs(one).max() > 1e-3
-      np.testing.assert_allclose(*map(np.float32, (grad, one)), atol=atol)
+      grad, one = map(np.float32, (grad, one))
+      np.testing.assert_allclose(grad, one, atol=atol)
+      # They by at most 2^-9 of themselves, and so the result again.
+      assert np.linalg.norm(grad - one) < 2**-8 * np.linalg.norm(one)
+
+  def test_products_are_in_the_dtype_of_the_features(self):
+    args = _head_inputs('bfloat16')
+    text = jax.jit(jax.grad(_chunked, (0, 1))).lower(*args).as_text()
+    dots = [x for x in text.splitlines() if 'stablehlo.dot_general' in x]
+    assert len(dots) == 3
+    for dot in dots:
+      operands, result = dot.rsplit(': ', 1)[1].split(' -> ')
+      assert operands.count('xbf16>') == 2
+      assert 'xf32>' in result
 
   @pytest.mark.parametrize(
     'sizes', [{'data': 2, 'fsdp': 2, 'tensor': 2}, {'data': 1, 'tensor': 8}]
