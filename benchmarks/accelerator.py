@@ -93,6 +93,12 @@ def stages() -> dict[str, dict[str, list[str]]]:
     'acm_layer_gradient': part(
       'acm_layer', '--dtype=bfloat16 --gradient', f'{tiny_acm} --gradient'
     ),
+    'head_loss': part(
+      'head_loss',
+      '--dtype=bfloat16 --tokens=32768 --width=1024 --vocabularies=32768'
+      ' --chunks=1024,2048,4096,8192',
+      '--rounds=1 --tokens=32 --width=16 --vocabularies=32 --chunks=8',
+    ),
     'token_select': part(
       'token_select', '', '--rounds=2 --batch=1 --length=64 --width=64'
     ),

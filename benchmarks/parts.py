@@ -14,6 +14,8 @@ _MOVES = {
 }
 # Skipped: their time is that of the operations inside, which are listed, too.
 _OUTER = {'while', 'call', 'conditional'}
+# Kernels of libraries do not tell for which operation they run.
+_LIBRARIES = {'products': 'nvjet|_gemm_', 'attention core': 'sdpa|cudnn'}
 _OPERATION = re.compile(r'\s+(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(')
 _COMPUTATION = re.compile(r'(?:ENTRY )?%?([\w.-]+) \(.*\{$')
 
@@ -30,7 +32,7 @@ def seconds(
       and whether it multiplies matrices, to the name of its part. Operations
       that only move data are in the part `copies`.
   """
-  names = _parts(program, part_of)
+  names = names_of(program, part_of)
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
       jax.block_until_ready(run())
@@ -40,17 +42,30 @@ def seconds(
   for plane in profile.planes:
     for line in plane.lines:
       for event in line.events:
-        # On a GPU an event is named for its kernel.
-        name = dict(event.stats).get('hlo_op', event.name)
-        if part := names.get(name):
+        if part := of_event(event.name, names):
           part_seconds[part] = (
             part_seconds.get(part, 0) + event.duration_ns / 1e9
           )
   return dict(sorted(part_seconds.items(), key=lambda item: -item[1]))
 
 
-def _parts(program, part_of) -> dict[str, str]:
-  """Returns the part of each operation that is not inside a fusion, by id."""
+def of_event(event: str, names: dict[str, str]) -> str | None:
+  """Returns the part of an event, None if it is not of the program.
+
+  Args:
+    event: an operation's name, with underscores in place of dots on GPUs, or
+      that of a library's kernel.
+    names: result of `names_of`.
+  """
+  libraries = (p for p, names in _LIBRARIES.items() if re.search(names, event))
+  return names.get(event.replace('.', '_')) or next(libraries, None)
+
+
+def names_of(program, part_of) -> dict[str, str]:
+  """Returns the parts of operations that are not inside a fusion, by name.
+
+  Names have underscores in place of dots.
+  """
   inside, lines, computation = {}, [], None
   for line in program.splitlines():
     if start := _COMPUTATION.match(line):
@@ -65,6 +80,7 @@ def _parts(program, part_of) -> dict[str, str]:
     if kind in _OUTER:
       continue
     meaning = re.search(r'op_name="([^"]*)"', line)
+    name = name.replace('.', '_')
     parts[name] = part_of(meaning[1] if meaning else '', 'dot' in kinds)
     if kinds <= _MOVES:
       parts[name] = 'copies'

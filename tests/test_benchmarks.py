@@ -2,6 +2,7 @@
 
 import ast
 import gzip
+import importlib
 import json
 import os
 import pathlib
@@ -390,3 +391,22 @@ def test_results_that_are_there_are_tabulated(tmp_path):
   )
   out = run('conversion', 'tiny', 'table', f'workdir={tmp_path}')
   assert '| converted, 12.5% | 1 | 4.500 | 0.500 | 0.750 |' in out
+
+
+def test_parts_of_a_step_by_the_names_of_a_gpus_kernels(monkeypatch):
+  monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
+  parts = importlib.import_module('parts')
+  program = (
+    'fused_add.3 (a: f32[2]) -> f32[2] {\n'
+    '  ROOT %add.1 = f32[2] add(%a, %a)\n'
+    '}\n'
+    'ENTRY main.1 (p: f32[2]) -> f32[2] {\n'
+    '  ROOT %loop_add_fusion.12 = f32[2]{0} fusion(%p), kind=kLoop,'
+    ' calls=%fused_add.3, metadata={op_name="jit(f)/block_0/add"}\n'
+    '}\n'
+  )
+  names = parts.names_of(program, lambda name, product: f'{name} {product}')
+  kernels = ('loop_add_fusion_12', 'loop_add_fusion.12', 'nvjet_sm90_tst_64x5')
+  found = [parts.of_event(kernel, names) for kernel in kernels]
+  assert found == ['jit(f)/block_0/add False'] * 2 + ['products']
+  assert parts.of_event('Memset 0', names) is None

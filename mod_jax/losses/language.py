@@ -10,9 +10,11 @@ from mod_jax import parallel
 from mod_jax.losses.sums import Pair
 
 # `head_loss` processes chunks with 4M logits, the fastest on a CPU, but at
-# least 1,024 tokens: each chunk reads and writes the kernel's whole gradient,
-# which takes that many products to amortise on accelerators.
-_LOGITS, _TOKENS = 2**22, 1024
+# least 2,048 tokens: each chunk reads and writes the kernel's whole gradient,
+# which takes that many products to amortise on accelerators. With a vocabulary
+# of 32,768 and 1,024 features, chunks of half as many took 1.16 times as long
+# on an H100, and of twice as many .98 (`results/h100/head_chunks.json`).
+_LOGITS, _TOKENS = 2**22, 2048
 
 
 def next_token_loss(
