@@ -19,7 +19,7 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import errors, parallel
 from mod_jax.errors import require
-from mod_jax.layers import dense, lora
+from mod_jax.layers import dense, lora, mlp
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.experts import ExpertMLPConfig
 from mod_jax.layers.slots import Slot
@@ -329,7 +329,7 @@ class ACM(nn.Module):
     # Cast after adding, so that the bias gets a float32 gradient.
     hidden = (hidden + bias).astype(self.dtype)
     if self.config.activation == 'gelu':
-      hidden = nn.gelu(hidden, approximate=False)
+      hidden = mlp.gelu(hidden)
     return hidden
 
 
@@ -348,7 +348,7 @@ class Gate(nn.Module):
     hidden_BLF = linear(self.config.gate_hidden, 'hidden')(
       z_BLD.astype(jnp.float32)
     )
-    hidden_BLF = nn.gelu(hidden_BLF, approximate=False)
+    hidden_BLF = mlp.gelu(hidden_BLF)
     return linear(self.config.num_choices, 'logits')(hidden_BLF)
 
 

@@ -80,7 +80,16 @@ def hidden_units(kind: str, up: Callable[[str], jax.Array]) -> jax.Array:
   if kind == 'quick_gelu':  # Of CLIP (Radford et al. 2021).
     hidden = up('up')
     return hidden * nn.sigmoid(1.702 * hidden)
-  return nn.gelu(up('up'), approximate=kind == 'gelu_tanh')
+  return gelu(up('up'), approximate=kind == 'gelu_tanh')
+
+
+def gelu(x: jax.Array, approximate: bool = False) -> jax.Array:
+  """Returns GELU of x, which a backward pass computes again.
+
+  XLA would keep up to four arrays of its parts. Computed again, they take less
+  time than to write and to read.
+  """
+  return jax.checkpoint(functools.partial(nn.gelu, approximate=approximate))(x)
 
 
 class MLP(nn.Module):
