@@ -10,6 +10,7 @@ import json
 import pathlib
 import re
 import time
+from typing import Any
 
 from absl import flags
 import machine
@@ -126,21 +127,23 @@ class Study:
     self,
     planned: Mapping[str, ExperimentConfig],
     tell: Callable[[ExperimentConfig, dict], dict] = of_language,
+    train: Callable[[ExperimentConfig, pathlib.Path], Any] = phases.train,
   ) -> None:
     """Trains runs in order, unless --table, and records their results.
 
     Args:
       planned: configs by name, of which those that --runs matches are trained.
       tell: returns a run's result, given its config and held-out metrics.
+      train: trains a run in its directory, and returns a `loop.Result`.
 
     Raises:
       UserError: a signal stopped one.
     """
     for name, config in planned.items():
       if not self.only_table and re.search(self._runs.value, name):
-        self._train(config_lib.replace(config, {'name': name}), tell)
+        self._train(config_lib.replace(config, {'name': name}), tell, train)
 
-  def _train(self, config, tell):
+  def _train(self, config, tell, train):
     """Trains a run, unless another process trains it."""
     name, directory = config.name, self.workdir(config.name)
     directory.mkdir(parents=True, exist_ok=True)
@@ -153,7 +156,7 @@ class Study:
       if name in self.results():
         return
       started, worked = time.monotonic(), time.process_time()
-      result = phases.train(config, directory)
+      result = train(config, directory)
       if not result.finished:
         raise UserError(f'{name} was stopped: the same command continues.')
       took = {

@@ -12,8 +12,10 @@ it.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import pathlib
 import re
 
+import halting
 import machine
 from study import Study, of_images
 import study_tables
@@ -22,7 +24,9 @@ from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.runs import metrics as metrics_lib
+from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train import loop
 
 # Variant of the config file, and what is different here. All start from the
 # dense model but for itself and the narrower one.
@@ -40,6 +44,8 @@ RUNS = {
   'ToMe, r = 6': ('tome', {}),
   'EViT .7': ('evit', {}),
   'ACM, β = .5': ('', {}),
+  'A-ViT, depth 4': ('isoflop', {}),
+  'A-ViT, depth 3': ('isoflop', {}),
   'A-MoD 12.5%': ('amod', {'model.routing.capacity': 0.125}),
   'MoD 12.5%': ('mod', {'model.routing.capacity': 0.125}),
   'random 12.5%': (
@@ -91,7 +97,7 @@ class Methods:
       for seed in seeds
       for name in RUNS
     }
-    self._study.train(configs, self._tell)
+    self._study.train(configs, self._tell, self._train)
     found = self._study.results()
     print(study_tables.methods(found))
     viz.save(self._draw(found), self._study.path('.png'))
@@ -116,7 +122,7 @@ class Methods:
     kind, changes = RUNS[name]
     is_adaptive = name.startswith('ACM')
     config = self._adaptive() if is_adaptive else self._variant(kind)
-    if name == 'dense, trained on':
+    if name == 'dense, trained on' or name.startswith('A-ViT'):
       config = dataclasses.replace(config, model=self._variant('').model)
     init = None
     if name not in _FROM_SCRATCH:
@@ -135,8 +141,18 @@ class Methods:
     before = [
       x['accuracy'] for x in lines if x['kind'] == 'eval' and not x['step']
     ]
-    at_first = {'before': before[0] if before else None}
-    return at_first | of_images(config, metrics)
+    result = {'before': before[0] if before else None}
+    result |= of_images(config, metrics)
+    if 'mflops' in metrics:  # Each picture has its own.
+      result['forward_flops'] = 1e6 * metrics['mflops']
+    return result
+
+  def _train(self, config: ExperimentConfig, directory: pathlib.Path):
+    """Trains a run, and returns how it ended."""
+    if depth := re.match(r'A-ViT, depth (\d)', config.name):
+      task = halting.Halting(config, depth=float(depth[1]))
+      return loop.train(task, config, directory)
+    return phases.train(config, directory)
 
   def _draw(self, found: dict[str, dict]):
     """Returns a picture of accuracy over compute; bars are over seeds."""
