@@ -26,13 +26,18 @@ VIT = (
 )
 
 
-def report(config: str, *options: str, gpus: int = 1) -> dict[str, str]:
+def report(
+  config: str, *options: str, gpus: int = 1, xla_flags: str = ''
+) -> dict[str, str]:
   """Returns what `--compile_for` tells, by name of the line."""
   command = [
     *(sys.executable, 'train.py', f'--config={config}'),
     *(f'--compile_for=h100:{gpus}', *options),
   ]
-  environment = {'PYTHONPATH': str(tiny.GPU_COMPILER), 'JAX_PLATFORMS': 'cpu'}
+  environment = {
+    **{'PYTHONPATH': str(tiny.GPU_COMPILER), 'JAX_PLATFORMS': 'cpu'},
+    'XLA_FLAGS': xla_flags,
+  }
   done = subprocess.run(
     command,
     cwd=ROOT,
@@ -66,6 +71,19 @@ def test_attention_of_odd_length_is_cudnns():
   predicted, products = re.findall(r'([\d.e-]+) ms', found['step'])[:2]
   assert float(predicted) >= float(products) > 0
   assert found['launches'].startswith(f'{predicted} ms')
+
+
+def test_images_of_a_batch_are_not_next_to_each_other(tmp_path):
+  report(
+    *VIT[:2],
+    *('--config.train.batch_size=128', '--config.model.routing=None'),
+    xla_flags=f'--xla_dump_to={tmp_path} --xla_dump_hlo_module_re=.*step.*',
+  )
+  (path,) = tmp_path.glob('*after_optimizations.txt')
+  program = path.read_text()
+  # A DeiT-Ti's features, as they lie in memory.
+  assert '[128,197,192]{2,1,0}' in program
+  assert '[197,192,128]' not in program
 
 
 def test_a_model_with_scores_takes_our_kernel():

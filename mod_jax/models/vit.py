@@ -9,6 +9,7 @@ from typing import Any, Literal
 from flax import linen as nn
 import flax.struct
 import jax
+from jax.experimental import layout
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
@@ -32,6 +33,7 @@ from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.layers.stem import ConvStem, ConvStemConfig
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax.models.protocol import StackedConfig, StackedOutput, check_encoder
+from mod_jax_kernels.attention import choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -377,6 +379,11 @@ class ViT(nn.Module):
     x_BLD = (x_BLD + self.position_LD).astype(config.dtype)
     if config.input_norm:
       x_BLD = self.input_norm(x_BLD)
+    if choice.platform() == 'cuda':
+      # Else XLA has the images of a batch next to each other, which suits the
+      # gradient of the head, and transposes all features twice in each block.
+      in_order = layout.Layout(major_to_minor=(0, 1, 2))
+      x_BLD = layout.with_layout_constraint(x_BLD, in_order)
     return parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
 
   def classify(
