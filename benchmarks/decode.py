@@ -79,7 +79,7 @@ def filled(config: lm.LMConfig, batch: int, context: int, mode: RoutingMode):
 
 
 def step_function(config: lm.LMConfig, batch, context, mode: RoutingMode):
-  """Returns a function that decodes one token per row, and returns its sum."""
+  """Returns a function that decodes a token of each row, without waiting."""
   model = config.build()
   key = jax.random.key(0)
   tokens_B1 = jax.random.randint(key, (batch, 1), 0, config.vocab_size)
