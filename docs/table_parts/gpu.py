@@ -21,8 +21,8 @@ def gpu_words():
   found = stage('training')['lm_220m']
   torch = found['torch']
   return (
-    'On one H100 a training step of a dense language model of 12 blocks of width'
-    f' {found["config"]["width"]} reaches'
+    'On one H100 a training step of a dense language model of 12 blocks of'
+    f' width {found["config"]["width"]} reaches'
     f' {found["utilization"]["dense"]:.0%} of the peak, and takes'
     f' {torch["dense_over_torch"]:.2f} of the time of'
     " `transformers`' Llama with `torch.compile`; Mixture-of-Depths takes"
