@@ -105,7 +105,7 @@ def test_the_logits_of_all_tokens_never_exist(compiled_step, experiment):
   tokens = experiment.train.batch_size * experiment.data.length // 16
   shapes = re.findall(r'f32\[([\d,]+),32768\]', compiled_step.as_text())
   rows = [math.prod(map(int, shape.split(','))) for shape in shapes]
-  assert max(rows) == 1024 < tokens
+  assert max(rows) == 2048 < tokens
 
 
 def test_a_routed_step_communicates_as_its_dense_twin(
