@@ -177,12 +177,17 @@ def prove_vision():
           / number(row, 'products', 'again'),
         )
       ),
+      *(
+        f'{1e3 * number(row, key):.1f}'
+        for key in ('step_seconds', 'dense_step_seconds')
+      ),
     ]
     for row in read_csv('prove_vision/prove.csv')
   ]
   header = [
     *('recipe', 'on', 'million parameters', 'GiB a chip', 'of'),
     *('products of a step, ms', "the dense twin's, ms"),
+    *('the step, ms', "the dense twin's, ms"),
   ]
   return markdown(header, rows)
 
