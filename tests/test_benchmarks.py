@@ -361,15 +361,16 @@ def test_a_gpu_decodes_without_waiting():
 
 
 def test_methods_are_compared_on_scenes(tmp_path):
-  names = 'dense|dense, trained on|A-MoD 50%'
+  names = 'dense|dense, trained on|A-MoD 50%|A-ViT, depth 3'
   args = ('tiny', 'seeds=0', f'workdir={tmp_path}', f'runs=^({names})/')
   out = run('vit_scenes', *args)
   rows = [x[2:].split(' | ') for x in out.splitlines() if x.startswith('| ')]
   assert [row[0] for row in rows[2:]] == names.split('|')
   # Only what starts from other weights has an accuracy at first.
-  assert [bool(row[4].strip()) for row in rows[2:]] == [False, True, True]
-  amod = float(rows[-1][2]) / float(rows[2][2])
-  assert 0.5 < amod < 0.95
+  assert [bool(row[4].strip()) for row in rows[2:]] == [False, *[True] * 3]
+  dense, _, amod, avit = (float(row[2]) for row in rows[2:])
+  assert 0.5 < amod / dense < 0.95
+  assert 0 < avit <= dense
   assert (tmp_path / 'vit_scenes.png').stat().st_size > 1000
 
 

@@ -380,8 +380,8 @@ class ViT(nn.Module):
     if config.input_norm:
       x_BLD = self.input_norm(x_BLD)
     if choice.platform() == 'cuda':
-      # Else XLA has the images of a batch next to each other, which suits the
-      # gradient of the head, and transposes all features twice in each block.
+      # Else XLA may lay out a large batch with its images innermost, and then
+      # transposes all features in each block of a training step.
       in_order = layout.Layout(major_to_minor=(0, 1, 2))
       x_BLD = layout.with_layout_constraint(x_BLD, in_order)
     return parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')

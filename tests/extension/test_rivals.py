@@ -3,13 +3,17 @@
 import dataclasses
 
 from flax import linen as nn
+import halting
 import jax
 import jax.numpy as jnp
 import numpy as np
 import rivals
 
+from mod_jax import flops
+from mod_jax.data.images import ImageDataConfig
 from mod_jax.layers.mlp import MLP, MLPConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.tasks.experiment import ExperimentConfig
 
 BACKBONE = ViTConfig(
   image_size=16, patch_size=4, num_classes=5, num_layers=4, width=8, num_heads=2
@@ -157,3 +161,17 @@ def test_leaving_early_is_what_all_exits_say():
       )
     if threshold == middle:
       assert len(set(expected_B.tolist())) > 1
+
+
+def test_halted_tokens_cost_nothing():
+  data = ImageDataConfig(image_size=BACKBONE.image_size)
+  task = halting.Halting(ExperimentConfig(model=BACKBONE, data=data), depth=2.0)
+  running_BI = jnp.array([[17, 17, 17, 17], [17, 9, 9, 0]])
+  all_run, some = 1e6 * task._mflops(running_BI)
+  np.testing.assert_allclose(all_run, flops.forward(BACKBONE), rtol=1e-5)
+  saved = sum(
+    sum(BACKBONE.block_flops(i, 17).values())
+    - sum(BACKBONE.block_flops(i, left).values())
+    for i, left in ((1, 9), (2, 9), (3, 0))
+  )
+  np.testing.assert_allclose(all_run - some, saved, rtol=1e-4)
