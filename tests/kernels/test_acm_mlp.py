@@ -295,10 +295,10 @@ def test_the_first_product_fits_the_shared_memory(
   monkeypatch.setattr(tiles, 'device_kind', lambda _: kind)
   sizes = tiles.choose(TILES, 'triton')
   constants = {
-    **{'T': 1024, 'N': 4, 'D': 768, 'F': 768, 'GELU': True},
+    **{'T': 1024, 'N': 4, 'D': 768, 'F': 768, 'GELU': True, 'KEEP': True},
     **{'P': sizes['rows'], 'BF': sizes['up_columns'], 'BK': sizes['inner']},
   }
-  pointers = {name: '*bf16' for name in ('x', 'w1', 'b1', 'hidden')}
+  pointers = {name: '*bf16' for name in ('x', 'w1', 'b1', 'hidden', 'before')}
   pointers |= {name: '*i32' for name in ('token', 'count')}
   source = triton.compiler.ASTSource(
     triton_gpu._up,

@@ -30,8 +30,11 @@ def acm_mlp(
 
   `y_t = Σ_{n < k_t} act(x_t · W1_n + b1_n) · W2_n` (Wójcik et al. 2023, Eq. 1).
   Only the chosen products are computed, up to tiles of tokens with similar k,
-  also for the gradients of x, w1, b1 and w2. The backward pass recomputes the
-  hidden units. Sums are in float32.
+  also for the gradients of x, w1, b1 and w2. Sums are in float32.
+
+  With gradients, the forward pass keeps hidden units before the activation,
+  T · N · F numbers in the dtype of x, as a static MLP does. On TPUs it keeps
+  nothing, and the backward pass computes them again.
 
   The number of learners has no gradient. The computation and the result are in
   the dtype of x, to which weights are cast. Non-finite weights of a learner may
@@ -115,18 +118,24 @@ OP = dispatch.Op(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _acm_mlp(x_TD, w1_NDF, b1_NF, w2_NFD, order, activation, chosen):
   arrays = x_TD, w1_NDF, b1_NF, w2_NFD, order
-  return OP.run('forward', chosen, *arrays, activation=activation)
+  y_TD, _ = OP.run(
+    'forward', chosen, *arrays, activation=activation, keep=False
+  )
+  return y_TD
 
 
 def _forward(*args):
-  x_TD, w1_NDF, b1_NF, w2_NFD, order, *_ = args
-  return _acm_mlp(*args), (x_TD, w1_NDF, b1_NF, w2_NFD, order)
+  *arrays, activation, chosen = args
+  y_TD, before_SH = OP.run(
+    'forward', chosen, *arrays, activation=activation, keep=True
+  )
+  return y_TD, (*arrays, before_SH)
 
 
 def _backward(activation, chosen, residuals, g_TD):
-  x_TD, w1_NDF, b1_NF, w2_NFD, order = residuals
-  arrays = x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order
-  gradients = OP.run('backward', chosen, *arrays, activation=activation)
+  gradients = OP.run(
+    'backward', chosen, *residuals, g_TD, activation=activation
+  )
   return *gradients, None
 
 

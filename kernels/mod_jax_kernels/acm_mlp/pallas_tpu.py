@@ -38,18 +38,21 @@ _GRADIENT_BYTES = 20 * 2**20
 _WEIGHTS = 2**20
 
 
-@dispatch.jit(static_argnames='activation')
-def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
-  """See `reference.forward`."""
+@dispatch.jit(static_argnames=('activation', 'keep'))
+def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep):
+  """See `reference.forward`; hidden units stay on the chip."""
   plan = forward_plan(x_TD, w1_NDF, b1_NF, w2_NFD, order)
   unit = functools.partial(_outputs, activation=activation)
   (y_TD,) = plan.call(unit, range(plan.steps), plan.tiles, x_TD.dtype)
-  return y_TD
+  # Programs for several platforms need one shape. `backward` does not read it,
+  # so the compiler makes no such array.
+  units = x_TD.shape[0], b1_NF.size
+  return y_TD, jnp.zeros(units, x_TD.dtype) if keep else None
 
 
 @dispatch.jit(static_argnames='activation')
-def backward(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation):
-  """See `reference.backward`."""
+def backward(x_TD, w1_NDF, b1_NF, w2_NFD, order, _, g_TD, *, activation):
+  """See `reference.backward`; hidden units are computed again."""
   weights = w1_NDF, b1_NF, w2_NFD
   plan = backward_plan(x_TD, *weights, g_TD, order)
   unit = functools.partial(_gradients, activation=activation)

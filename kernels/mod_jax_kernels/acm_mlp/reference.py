@@ -20,13 +20,16 @@ def acm_mlp(
   if not x_TD.shape[0]:
     return jnp.zeros((0, w2_NFD.shape[-1]), x_TD.dtype)
   order = order_lib.order(num_learners_T, w1_NDF.shape[0])
-  return forward(
-    x_TD, w1_NDF, b1_NF, w2_NFD, order, activation=activation, tile=tile
-  )
+  arrays = x_TD, w1_NDF, b1_NF, w2_NFD, order
+  return forward(*arrays, activation=activation, keep=False, tile=tile)[0]
 
 
-def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=TILE):
-  """Returns y_TD.
+def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
+  """Returns y_TD and, with `keep`, hidden units before the activation.
+
+  The units of the token at slot s are row s of before_SH, those of all learners
+  side by side; what the token does not run may hold anything. Without `keep`
+  there are none, and it is None.
 
   Each learner runs on the first tokens in `order`: on whole tiles, and on a
   part of one that is large enough for the rest. Each size of a part is a
@@ -34,7 +37,8 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=TILE):
   them: fine steps where a step is much of the work. In this order each weight
   is taken out of its array once.
   """
-  tokens, outputs = x_TD.shape[0], w2_NFD.shape[-1]
+  tokens = x_TD.shape[0]
+  learners, hidden, outputs = w2_NFD.shape
   tile = dispatch.at_most(tokens, tile)
   step = 8 * -(-tile // 128)
   sizes = [step * n for n in (1, 2, 3, 4, 6, 8, 10, 12, 14)]
@@ -42,50 +46,63 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=TILE):
   token_S = _in_tiles(order.token_T, tile).reshape(-1)
   x_SD = x_TD.at[token_S].get(mode='clip')
 
-  def one_learner(n, sum_SD):
+  def one_learner(n, carry):
     w1_DF, b1_F, w2_FD = w1_NDF[n], b1_NF[n], w2_NFD[n]
     count = order.count_N[n]
 
-    def on_rows(rows, start, sum_SD):
+    def on_rows(rows, start, carry):
+      sum_SD, before_SH = carry
       x_PD, sum_PD = (
         jax.lax.dynamic_slice_in_dim(a, start, rows) for a in (x_SD, sum_SD)
       )
-      learner_PD = _learner(x_PD, w1_DF, b1_F, w2_FD, activation)
+      learner_PD, before_PF = _learner(x_PD, w1_DF, b1_F, w2_FD, activation)
       sum_PD += jnp.where(_runs(start, rows, count), learner_PD, 0.0)
       # Not `at[…].set`, a scatter, on which XLA crashes in a sharded program.
-      return jax.lax.dynamic_update_slice_in_dim(sum_SD, sum_PD, start, 0)
+      sum_SD = jax.lax.dynamic_update_slice_in_dim(sum_SD, sum_PD, start, 0)
+      if keep:
+        before_SH = jax.lax.dynamic_update_slice(
+          before_SH, before_PF.astype(x_TD.dtype), (start, n * hidden)
+        )
+      return sum_SD, before_SH
 
-    def on_tile(i, sum_SD):
+    def on_tile(i, carry):
       start = i * tile
       size = jnp.sum(count - start > jnp.asarray(sizes[:-1]))
       branches = [functools.partial(on_rows, rows, start) for rows in sizes]
-      return jax.lax.switch(size, branches, sum_SD)
+      return jax.lax.switch(size, branches, carry)
 
-    return jax.lax.fori_loop(0, -(-count // tile), on_tile, sum_SD)
+    return jax.lax.fori_loop(0, -(-count // tile), on_tile, carry)
 
+  sum_SD = jnp.zeros((token_S.shape[0], outputs), jnp.float32)
+  before_SH = None
+  if keep:
+    before_SH = jnp.zeros((token_S.shape[0], learners * hidden), x_TD.dtype)
   # Skip learners without tokens.
-  sum_SD = jax.lax.fori_loop(
-    *(0, jnp.sum(order.count_N > 0), one_learner),
-    jnp.zeros((token_S.shape[0], outputs), jnp.float32),
+  sum_SD, before_SH = jax.lax.fori_loop(
+    *(0, jnp.sum(order.count_N > 0), one_learner), (sum_SD, before_SH)
   )
-  return sum_SD.astype(x_TD.dtype)[order.slot_T]
+  y_TD = sum_SD.astype(x_TD.dtype)[order.slot_T]
+  return y_TD, before_SH[:tokens] if keep else None
 
 
 def backward(
-  x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation, tile=TILE
+  x_TD, w1_NDF, b1_NF, w2_NFD, order, before_SH, g_TD, *, activation, tile=TILE
 ):
   """Returns gradients of x, w1, b1 and w2, given the gradient g of y.
 
-  It loops over learners and tiles as `forward`, all of one size, and recomputes
-  hidden units.
+  It loops over learners and tiles as `forward`, all of one size. `before_SH` is
+  what that has kept.
   """
   tile = dispatch.at_most(x_TD.shape[0], tile)
   token_S = _in_tiles(order.token_T, tile).reshape(-1)
   x_SD, g_SD = (a.at[token_S].get(mode='clip') for a in (x_TD, g_TD))
+  padding = token_S.shape[0] - before_SH.shape[0]
+  before_SH = jnp.pad(before_SH, ((0, padding), (0, 0)))
 
   def one_learner(n, carry):
     dx_SD, *sums = carry
-    w1_DF, b1_F, w2_FD = w1_NDF[n], b1_NF[n], w2_NFD[n]
+    w1_DF, w2_FD = w1_NDF[n], w2_NFD[n]
+    hidden = w2_FD.shape[0]
 
     def on_tile(i, carry):
       dx_SD, dw1_DF, db1_F, dw2_FD = carry
@@ -97,8 +114,11 @@ def backward(
         jnp.where(runs_P1, jax.lax.dynamic_slice_in_dim(a, start, tile), 0)
         for a in (x_SD, g_SD)
       )
+      before_PF = jax.lax.dynamic_slice(
+        before_SH, (start, n * hidden), (tile, hidden)
+      )
       hidden_PF, slope_PF = act_and_slope(
-        _product(x_PD, w1_DF) + b1_F, activation
+        jnp.where(runs_P1, before_PF, 0).astype(jnp.float32), activation
       )
       delta_PF = slope_PF * _product(g_PD, w2_FD.T)
       rounded_PF = delta_PF.astype(x_TD.dtype)
@@ -157,7 +177,7 @@ def _product(a, b):
 
 
 def _learner(x_PD, w1_DF, b1_F, w2_FD, activation):
-  hidden_PF = _product(x_PD, w1_DF) + b1_F
+  before_PF = hidden_PF = _product(x_PD, w1_DF) + b1_F
   if activation == 'gelu':
-    hidden_PF = jax.nn.gelu(hidden_PF, approximate=False)
-  return _product(hidden_PF.astype(x_PD.dtype), w2_FD)
+    hidden_PF = jax.nn.gelu(before_PF, approximate=False)
+  return _product(hidden_PF.astype(x_PD.dtype), w2_FD), before_PF

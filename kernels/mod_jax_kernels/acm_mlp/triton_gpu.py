@@ -14,9 +14,10 @@ and splitting the outputs would recompute the hidden units for each part. A
 static MLP writes its hidden units too, so the cost is the same if all learners
 run.
 
-The gradient works alike: `_slopes` recomputes the hidden units and computes
-their gradients, `_down` turns these into the gradient of x, and `_weights` sums
-over the tokens of each learner, which are a prefix of the order.
+The gradient works alike: from hidden units before the activation, which the
+first kernel then writes too, `_slopes` computes those after it and gradients of
+both. `_down` turns these into the gradient of x, and `_weights` sums over the
+tokens of each learner, which are a prefix of the order.
 """
 
 import functools
@@ -32,46 +33,51 @@ from mod_jax_kernels.acm_mlp.tiles import TILES
 from mod_jax_kernels.triton_call import triton_call
 
 
-@dispatch.jit(static_argnames='activation')
-def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
+@dispatch.jit(static_argnames=('activation', 'keep'))
+def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep):
   """See `reference.forward`."""
   blocks = _Blocks(x_TD)
   tokens, width = x_TD.shape
   learners, hidden, _ = w2_NFD.shape
   rows, columns = blocks.rows, blocks('up_columns', hidden)
-  hidden_SH = triton_call(
+  gelu = activation == 'gelu'
+  units = jax.ShapeDtypeStruct((tokens, learners * hidden), x_TD.dtype)
+  # Where the kernel writes no second array, one of a single number.
+  before = units if gelu and keep else jax.ShapeDtypeStruct((1,), x_TD.dtype)
+  hidden_SH, before_SH = triton_call(
     *(_up, x_TD, w1_NDF, b1_NF, order.token_T, order.count_N),
-    out_type=jax.ShapeDtypeStruct((tokens, learners * hidden), x_TD.dtype),
+    out_type=(units, before),
     grid=(triton.cdiv(tokens, rows) * learners * triton.cdiv(hidden, columns),),
     **blocks.launch('up'),
     **dict(T=tokens, N=learners, D=width, F=hidden),
     **dict(P=rows, BF=columns, BK=blocks('inner', width)),
-    GELU=activation == 'gelu',
+    **dict(GELU=gelu, KEEP=gelu and keep),
   )
-  return _second_product(hidden_SH, w2_NFD, order, blocks)
+  y_TD = _second_product(hidden_SH, w2_NFD, order, blocks)
+  return y_TD, (before_SH if gelu else hidden_SH) if keep else None
 
 
 @dispatch.jit(static_argnames='activation')
-def backward(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation):
+def backward(
+  x_TD, w1_NDF, b1_NF, w2_NFD, order, before_SH, g_TD, *, activation
+):
   """See `reference.backward`."""
   blocks = _Blocks(x_TD)
-  tokens, width = x_TD.shape
+  tokens = x_TD.shape[0]
   learners, hidden, outputs = w2_NFD.shape
   rows, columns = blocks.rows, blocks('slope_columns', hidden)
   row_tiles = triton.cdiv(tokens, rows)
   units = jax.ShapeDtypeStruct((tokens, learners * hidden), x_TD.dtype)
   hidden_SH, delta_SH, db1_IH = triton_call(
-    *(_slopes, x_TD, w1_NDF, b1_NF, w2_NFD, g_TD),
-    *(order.token_T, order.count_N),
+    *(_slopes, before_SH, w2_NFD, g_TD, order.token_T, order.count_N),
     out_type=(
       *(units, units),
       jax.ShapeDtypeStruct((row_tiles, learners * hidden), jnp.float32),
     ),
     grid=(row_tiles * learners * triton.cdiv(hidden, columns),),
     **blocks.launch('slope'),
-    **dict(T=tokens, N=learners, D=width, F=hidden, OUT=outputs),
-    **dict(P=rows, BF=columns),
-    **dict(BK=blocks('inner', width), BO=blocks('inner', outputs)),
+    **dict(T=tokens, N=learners, F=hidden, OUT=outputs),
+    **dict(P=rows, BF=columns, BO=blocks('inner', outputs)),
     GELU=activation == 'gelu',
   )
   # Transpose, so that all learners' units are rows of one matrix, as in W2.
@@ -150,43 +156,6 @@ def _sum_over_tokens(left, right, w_NIJ, *, ordered, order, blocks):
 # T · N · F may exceed 2³¹.
 
 
-@triton.jit
-def _first_product(
-  x,
-  w1,
-  b1,
-  row_P1,
-  runs_P1,
-  n,
-  f_B,
-  D: tl.constexpr,
-  F: tl.constexpr,
-  P: tl.constexpr,
-  BF: tl.constexpr,
-  BK: tl.constexpr,
-):
-  """Returns hidden units of learner n before the activation.
-
-  x counts as 0 for tokens that do not run the learner.
-  """
-  inside_1B = (f_B < F)[None, :]
-  k_B = tl.arange(0, BK)
-  sum_PB = tl.full((P, BF), 0.0, tl.float32)
-  for k in range(0, D, BK):
-    d_B = k + k_B
-    x_PK = tl.load(
-      x + row_P1 * D + d_B[None, :], runs_P1 & (d_B < D)[None, :], 0.0
-    )
-    w_KB = tl.load(
-      w1 + n * D * F + d_B[:, None] * F + f_B[None, :],
-      (d_B < D)[:, None] & inside_1B,
-      0.0,
-    )
-    sum_PB = tl.dot(x_PK, w_KB, sum_PB, input_precision='ieee')
-  bias_B = tl.load(b1 + n * F + f_B, f_B < F, 0.0)
-  return sum_PB + bias_B.to(tl.float32)[None, :]
-
-
 # With `tl.reduce`, because Triton interprets `tl.sum` only if the whole process
 # is interpreted.
 @triton.jit
@@ -209,6 +178,7 @@ def _up(
   token,
   count,
   hidden,
+  before,
   T: tl.constexpr,
   N: tl.constexpr,
   D: tl.constexpr,
@@ -217,8 +187,12 @@ def _up(
   BF: tl.constexpr,
   BK: tl.constexpr,
   GELU: tl.constexpr,
+  KEEP: tl.constexpr,
 ):
-  """Writes hidden units; one program per tile, learner and block of units."""
+  """Writes hidden units; one program per tile, learner and block of units.
+
+  With KEEP it also writes them before the activation.
+  """
   # Programs of a tile are neighbours, so that they share its tokens in cache.
   blocks: tl.constexpr = (F + BF - 1) // BF
   pid = tl.program_id(0)
@@ -229,21 +203,34 @@ def _up(
     slot_P = start + tl.arange(0, P)
     f_B = pid % blocks * BF + tl.arange(0, BF)
     runs_P1 = (slot_P < last)[:, None]
+    inside_1B = (f_B < F)[None, :]
     row_P = tl.load(token + slot_P, slot_P < last, 0).to(tl.int64)
-    value_PB = _first_product(
-      x, w1, b1, row_P[:, None], runs_P1, n, f_B, D, F, P, BF, BK
-    )
-    if GELU:
-      value_PB = value_PB * _gaussian(value_PB)
+    k_B = tl.arange(0, BK)
+    sum_PB = tl.full((P, BF), 0.0, tl.float32)
+    for k in range(0, D, BK):
+      d_B = k + k_B
+      x_PK = tl.load(
+        x + row_P[:, None] * D + d_B[None, :],
+        runs_P1 & (d_B < D)[None, :],
+        0.0,
+      )
+      w_KB = tl.load(
+        w1 + n * D * F + d_B[:, None] * F + f_B[None, :],
+        (d_B < D)[:, None] & inside_1B,
+        0.0,
+      )
+      sum_PB = tl.dot(x_PK, w_KB, sum_PB, input_precision='ieee')
+    bias_B = tl.load(b1 + n * F + f_B, f_B < F, 0.0)
     # Write zeros for tokens that do not run the learner, because the second
     # product reads the whole tile.
-    value_PB = tl.where(runs_P1, value_PB, 0.0)
+    value_PB = tl.where(runs_P1, sum_PB + bias_B.to(tl.float32)[None, :], 0.0)
     at_PB = slot_P.to(tl.int64)[:, None] * (N * F) + n * F + f_B[None, :]
-    tl.store(
-      hidden + at_PB,
-      value_PB.to(hidden.dtype.element_ty),
-      (slot_P < T)[:, None] & (f_B < F)[None, :],
-    )
+    inside_PB = (slot_P < T)[:, None] & inside_1B
+    if KEEP:
+      tl.store(before + at_PB, value_PB.to(before.dtype.element_ty), inside_PB)
+    if GELU:
+      value_PB = value_PB * _gaussian(value_PB)
+    tl.store(hidden + at_PB, value_PB.to(hidden.dtype.element_ty), inside_PB)
 
 
 @triton.jit
@@ -300,9 +287,7 @@ def _down(
 
 @triton.jit
 def _slopes(
-  x,
-  w1,
-  b1,
+  before,
   w2,
   g,
   token,
@@ -312,12 +297,10 @@ def _slopes(
   db1,
   T: tl.constexpr,
   N: tl.constexpr,
-  D: tl.constexpr,
   F: tl.constexpr,
   OUT: tl.constexpr,
   P: tl.constexpr,
   BF: tl.constexpr,
-  BK: tl.constexpr,
   BO: tl.constexpr,
   GELU: tl.constexpr,
 ):
@@ -338,9 +321,6 @@ def _slopes(
     runs_P1 = (slot_P < last)[:, None]
     row_P = tl.load(token + slot_P, slot_P < last, 0).to(tl.int64)
     row_P1 = row_P[:, None]
-    preactivation_PB = _first_product(
-      x, w1, b1, row_P1, runs_P1, n, f_B, D, F, P, BF, BK
-    )
     k_B = tl.arange(0, BO)
     delta_PB = tl.full((P, BF), 0.0, tl.float32)
     for k in range(0, OUT, BO):
@@ -354,18 +334,16 @@ def _slopes(
         0.0,
       )
       delta_PB = tl.dot(g_PK, w_KB, delta_PB, input_precision='ieee')
-    value_PB = preactivation_PB
-    if GELU:
-      phi_PB = _gaussian(preactivation_PB)
-      density_PB = (
-        tl.exp(-0.5 * preactivation_PB * preactivation_PB) * 0.3989422804014327
-      )
-      value_PB = preactivation_PB * phi_PB
-      delta_PB *= phi_PB + preactivation_PB * density_PB
-    value_PB = tl.where(runs_P1, value_PB, 0.0)
-    delta_PB = tl.where(runs_P1, delta_PB, 0.0)
     at_PB = slot_P.to(tl.int64)[:, None] * (N * F) + n * F + f_B[None, :]
     inside_PB = (slot_P < T)[:, None] & (f_B < F)[None, :]
+    before_PB = tl.load(before + at_PB, inside_PB, 0.0).to(tl.float32)
+    value_PB = before_PB
+    if GELU:
+      phi_PB = _gaussian(before_PB)
+      density_PB = tl.exp(-0.5 * before_PB * before_PB) * 0.3989422804014327
+      value_PB = before_PB * phi_PB
+      delta_PB *= phi_PB + before_PB * density_PB
+    delta_PB = tl.where(runs_P1, delta_PB, 0.0)
     tl.store(hidden + at_PB, value_PB.to(hidden.dtype.element_ty), inside_PB)
     tl.store(delta + at_PB, delta_PB.to(delta.dtype.element_ty), inside_PB)
     tl.store(db1 + bias_B, _sum(delta_PB), f_B < F)
