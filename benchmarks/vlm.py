@@ -4,12 +4,13 @@
 
 Every prompt is a picture of 576 tokens and a question. Times, in turn, the
 whole prompt with its picture up to the first new token, and steps of one token
-of every row after it: of the dense model, of p-MoD and of γ-MoD, and, if
-`--torch` names a Python that has torch and transformers, of PyTorch's
-`LlavaForConditionalGeneration` with the dense model's weights, which must write
-the same tokens. FLOPs are those of the prompt, with one row of the head. Bytes
-are those of keys and values; `llava_cache_share` is that of the image tokens
-alone in LLaVA's 32 layers. The result is written beside this file as JSON.
+of every row after it: of the dense model, of p-MoD, γ-MoD and FastV, of a dense
+model that reads means of 2 × 2 patches, and, if `--torch` names a Python that
+has torch and transformers, of PyTorch's `LlavaForConditionalGeneration` with
+the dense model's weights, which must write the same tokens. FLOPs are those of
+the prompt, with one row of the head. Bytes are those of keys and values;
+`llava_cache_share` is that of the image tokens alone in LLaVA's 32 layers. The
+result is written beside this file as JSON.
 """
 
 import contextlib
@@ -91,7 +92,14 @@ def variants() -> dict[str, vlm.VLMConfig]:
     'gamma': dense.with_parts(
       routing=dataclasses.replace(config.ROUTING['gamma'], layers=layers)
     ),
+    'fastv': dense.with_parts(routing=config.SCENES.FASTV),
+    'pooled': dataclasses.replace(dense, pooling=2),
   }
+
+
+def prompt_length(config: vlm.VLMConfig) -> int:
+  """Returns the number of tokens of a prompt, its picture's included."""
+  return config.num_patches + _TEXT.value
 
 
 def drawn(config) -> dict:
@@ -121,9 +129,9 @@ def prompts(config: vlm.VLMConfig, batch: int):
   return vlm.place_images(config, rows, list(images))
 
 
-def prefill_flops(config: vlm.VLMConfig, length: int) -> int:
+def prefill_flops(config: vlm.VLMConfig) -> int:
   """Returns the FLOPs of a prompt of one row, with one row of the head."""
-  *parts, _ = config.flops_table(length, 1)
+  *parts, _ = config.flops_table(prompt_length(config), 1)
   head = 2 * config.language.width * config.vocab_size
   return sum(sum(part.values()) for _, part in parts) + head
 
@@ -139,7 +147,8 @@ def cache_bytes(cache: lm.LMCache) -> int:
 class Model:
   """A model with its weights, and the state after the newest prompt."""
 
-  def __init__(self, config: vlm.VLMConfig, batch: int, room: int):
+  def __init__(self, config: vlm.VLMConfig, batch: int):
+    room = prompt_length(config) + _WARMUP + _ROUNDS.value
     self.config, self.mode = config, config.decoding_mode
     self.variables = {'params': drawn(config)}
     self.placed = prompts(config, batch)
@@ -196,11 +205,7 @@ class Model:
 def measure(batch: int, rounds: int, stack) -> tuple[dict, str | None]:
   """Returns the figures for a number of rows, and PyTorch's description."""
   configs, about = variants(), None
-  length = configs['dense'].num_patches + _TEXT.value
-  room = length + _WARMUP + _ROUNDS.value
-  models = {
-    name: Model(config, batch, room) for name, config in configs.items()
-  }
+  models = {name: Model(config, batch) for name, config in configs.items()}
   prefills = {name: model.prefill for name, model in models.items()}
   steps = {name: model.step for name, model in models.items()}
   tokens = []
@@ -222,7 +227,7 @@ def measure(batch: int, rounds: int, stack) -> tuple[dict, str | None]:
   first = models['dense'].token_B.tolist()
   of_steps = timing.interleaved(steps, rounds=_ROUNDS.value, warmup=_WARMUP)
   last = models['dense'].token_B.tolist()
-  work = {name: prefill_flops(c, length) for name, c in configs.items()}
+  work = {name: prefill_flops(config) for name, config in configs.items()}
   sizes = {name: model.bytes for name, model in models.items()}
   cell = {
     'batch': batch,

@@ -537,7 +537,13 @@ def serve_step():
   )
 
 
-_VLM = {'dense': 'dense', 'pmod': 'p-MoD', 'gamma': 'γ-MoD'}
+_VLM = {
+  'dense': 'dense',
+  'pmod': 'p-MoD',
+  'gamma': 'γ-MoD',
+  'fastv': 'FastV',
+  'pooled': '2 × 2 pooling',
+}
 
 
 @table
