@@ -21,7 +21,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/prove_vlm', 'Keeps what is compiled.'
 )
-_RUNS = flags.DEFINE_list('runs', ['pmod', ''], 'Variants of the config.')
+_RUNS = flags.DEFINE_list('runs', ['pmod', 'dense'], 'Which.')
 _TOPOLOGIES = flags.DEFINE_list(
   'topologies', ['v5e:4x4', 'v5p:2x2x4'], 'Slices.'
 )
@@ -29,8 +29,9 @@ _TOPOLOGIES = flags.DEFINE_list(
 
 def main(_):
   llava = config_lib.load(_HERE.parents[1] / 'configs' / 'vlm' / 'llava.py')
+  variants = {'pmod': 'pmod', 'dense': ''}
   runs = [
-    (name or 'dense', config_lib.replace(llava.get_config(name), _ONE_ROW))
+    (name, config_lib.replace(llava.get_config(variants[name]), _ONE_ROW))
     for name in _RUNS.value
   ]
   workdir = pathlib.Path(_WORKDIR.value)
