@@ -17,7 +17,7 @@ import numpy as np
 from scipy import optimize
 
 from mod_jax import config as config_lib
-from mod_jax import routing
+from mod_jax import flops, routing
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
 from mod_jax.models import vit
@@ -206,7 +206,7 @@ class MoEfiedMLP(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLD):
-    """Returns the update, and score_BLE of the experts."""
+    """Returns the update, and score_BLE of the experts with their input."""
     config = self.config
     experts, each = config.num_experts, config.hidden // config.num_experts
 
@@ -239,7 +239,8 @@ class MoEfiedMLP(nn.Module):
     hidden_AF = nn.relu(hidden_AF + up_EF[group_A]).astype(self.dtype)
     y_AD = mod_jax_kernels.grouped_dot(hidden_AF, down_EFD, size_E)
     y_TD = jnp.zeros(x_TD.shape, jnp.float32).at[token_A].add(y_AD) + down_D
-    return y_TD.reshape(x_BLD.shape).astype(self.dtype), {'moefied': score_BLE}
+    y_BLD = y_TD.reshape(x_BLD.shape).astype(self.dtype)
+    return y_BLD, {'moefied': (score_BLE, x_BLD)}
 
 
 def split_neurons(
@@ -299,6 +300,23 @@ class ZTWConfig:
 
   def build(self, **mode) -> 'ZTW':
     return ZTW(self, Mode(**mode))
+
+  def exit_flops(self) -> list[int]:
+    """Returns the forward FLOPs of a picture that leaves after each block."""
+    model = self.backbone
+    classes, last = model.num_classes, model.num_layers - 1
+    blocks = [
+      sum(model.block_flops(i, model.num_tokens).values())
+      for i in range(model.num_layers)
+    ]
+    total, after = flops.forward(model) - sum(blocks), []
+    total -= 2 * model.width * classes  # Only the last exit runs this head.
+    for i, block in enumerate(blocks):
+      joined = self.hidden + (classes if i else 0)
+      head = model.width * self.hidden + (joined + i + 1) * classes
+      total += block + 2 * (model.width * classes if i == last else head)
+      after.append(total)
+    return after
 
 
 class ZTW(nn.Module):

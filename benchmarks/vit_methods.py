@@ -15,8 +15,9 @@ import functools
 import pathlib
 import re
 
-import halting
 import machine
+import rival_tasks
+import rivals
 from study import Study, of_images
 import study_tables
 
@@ -46,6 +47,10 @@ RUNS = {
   'ACM, β = .5': ('', {}),
   'A-ViT, depth 4': ('isoflop', {}),
   'A-ViT, depth 3': ('isoflop', {}),
+  'Zero Time Waste, .9': ('isoflop', {}),
+  'Zero Time Waste, .7': ('isoflop', {}),
+  'MoEfication, 8 of 16': ('isoflop', {}),
+  'MoEfication, 4 of 16': ('isoflop', {}),
   'A-MoD 12.5%': ('amod', {'model.routing.capacity': 0.125}),
   'MoD 12.5%': ('mod', {'model.routing.capacity': 0.125}),
   'random 12.5%': (
@@ -71,6 +76,21 @@ def of_scenes(name: str, tiny: bool) -> ExperimentConfig:
   if tiny:
     return scenes.tiny(scenes.get_config(name))
   return scenes.get_config(f'quick_{name}'.strip('_'))
+
+
+def _moefied(config: ExperimentConfig, k: int, experts: int):
+  """Returns a run of MoEfication, of half the steps: it takes two."""
+  width = config.model.width
+  slot = rivals.MoEfied(
+    width=width, hidden=4 * width, num_experts=experts, k=k, router=experts
+  )
+  return dataclasses.replace(
+    config,
+    model=dataclasses.replace(config.model, feed_forward=slot),
+    train=dataclasses.replace(
+      config.train, num_steps=config.train.num_steps // 2
+    ),
+  )
 
 
 class Methods:
@@ -122,8 +142,16 @@ class Methods:
     kind, changes = RUNS[name]
     is_adaptive = name.startswith('ACM')
     config = self._adaptive() if is_adaptive else self._variant(kind)
-    if name == 'dense, trained on' or name.startswith('A-ViT'):
+    if name.startswith(('dense, trained on', 'A-ViT', 'Zero', 'MoE')):
       config = dataclasses.replace(config, model=self._variant('').model)
+    if name.startswith('Zero Time Waste'):  # Heads learn at the first rate.
+      optimizer = dataclasses.replace(
+        self._variant('dynamic').optimizer,
+        rules=((rival_tasks.EXIT_NAMES, 1.0, 0), ('.*', 0.1, 0.1)),
+      )
+      changes = {'optimizer': optimizer}
+    if experts := re.match(r'MoEfication, (\d+) of (\d+)', name):
+      config = _moefied(config, *map(int, experts.groups()))
     init = None
     if name not in _FROM_SCRATCH:
       init = str(self._study.workdir(f'dense/{seed}').absolute())
@@ -149,10 +177,22 @@ class Methods:
 
   def _train(self, config: ExperimentConfig, directory: pathlib.Path):
     """Trains a run, and returns how it ended."""
+    task = None
     if depth := re.match(r'A-ViT, depth (\d)', config.name):
-      task = halting.Halting(config, depth=float(depth[1]))
-      return loop.train(task, config, directory)
-    return phases.train(config, directory)
+      task = rival_tasks.Halting(config, depth=float(depth[1]))
+    if threshold := re.match(r'Zero Time Waste, (\.\d)', config.name):
+      task = rival_tasks.Exits(config, threshold=float(threshold[1]))
+    if config.name.startswith('MoEfication'):
+      before = directory / 'phase_relu'
+      relu = rival_tasks.with_relu(config.model)
+      result = phases.train(dataclasses.replace(config, model=relu), before)
+      if not result.finished:
+        return result
+      config = dataclasses.replace(config, init=str(before.absolute()))
+      task = rival_tasks.MoEfication(config)
+    if task is None:
+      return phases.train(config, directory)
+    return loop.train(task, config, directory)
 
   def _draw(self, found: dict[str, dict]):
     """Returns a picture of accuracy over compute; bars are over seeds."""

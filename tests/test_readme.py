@@ -246,7 +246,7 @@ def test_files_that_are_named_exist(page):
   # What measures keeps its result; what tunes prints it, and what is for the
   # devices of others writes it to a directory of theirs.
   prints = ('tune', 'import_time', 'accelerator', 'kernel_errors')
-  imported = ('halting', 'rivals')
+  imported = ('rival_tasks', 'rivals')
   for script in set(re.findall(r'benchmarks/(\w+)\.py', TEXTS[page])):
     if script not in prints + imported:
       assert list((ROOT / 'benchmarks').glob(f'{script}.json*'))

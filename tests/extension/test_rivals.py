@@ -3,10 +3,10 @@
 import dataclasses
 
 from flax import linen as nn
-import halting
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rival_tasks
 import rivals
 
 from mod_jax import flops
@@ -115,7 +115,8 @@ def test_all_experts_are_the_feed_forward():
   # One expert of each token: its own, by hand.
   one = dataclasses.replace(slot, k=1)
   y_BLD, aux = run(one, variables)
-  best_BL = aux['moefied'].argmax(axis=-1)
+  score_BLE, _ = aux['moefied']
+  best_BL = score_BLE.argmax(axis=-1)
   assert len(set(best_BL.ravel().tolist())) > 1
   for b, length in np.ndindex(best_BL.shape):
     chosen = neuron_EF[best_BL[b, length]]
@@ -124,7 +125,7 @@ def test_all_experts_are_the_feed_forward():
     by_hand += params['down']['bias']
     np.testing.assert_allclose(y_BLD[b, length], by_hand, atol=1e-5)
   # The router's loss is least where scores say what is active.
-  loss = rivals.router_loss(aux['moefied'], x_BLD, of_experts)
+  loss = rivals.router_loss(score_BLE, x_BLD, of_experts)
   assert np.isfinite(loss)
   assert slot.num_params == sum(x.size for x in jax.tree.leaves(variables))
 
@@ -165,9 +166,11 @@ def test_leaving_early_is_what_all_exits_say():
 
 def test_halted_tokens_cost_nothing():
   data = ImageDataConfig(image_size=BACKBONE.image_size)
-  task = halting.Halting(ExperimentConfig(model=BACKBONE, data=data), depth=2.0)
+  task = rival_tasks.Halting(
+    ExperimentConfig(model=BACKBONE, data=data), depth=2.0
+  )
   running_BI = jnp.array([[17, 17, 17, 17], [17, 9, 9, 0]])
-  all_run, some = 1e6 * task._mflops(running_BI)
+  all_run, some = 1e6 * task.mflops(running_BI)
   np.testing.assert_allclose(all_run, flops.forward(BACKBONE), rtol=1e-5)
   saved = sum(
     sum(BACKBONE.block_flops(i, 17).values())
@@ -175,3 +178,13 @@ def test_halted_tokens_cost_nothing():
     for i, left in ((1, 9), (2, 9), (3, 0))
   )
   np.testing.assert_allclose(all_run - some, saved, rtol=1e-4)
+
+
+def test_a_picture_that_stays_costs_all_blocks_and_heads():
+  config = rivals.ZTWConfig(backbone=BACKBONE, hidden=6)
+  after_I = config.exit_flops()
+  heads = [2 * (8 * 6 + 6 * 5 + 5)]  # Hidden units, logits and their mean.
+  heads += [2 * (8 * 6 + (6 + 5) * 5 + i * 5) for i in (2, 3)]
+  assert after_I[-1] == flops.forward(BACKBONE) + sum(heads)
+  block = sum(BACKBONE.block_flops(2, BACKBONE.num_tokens).values())
+  assert after_I[2] - after_I[1] == block + heads[2]
