@@ -95,7 +95,7 @@ def gpu_errors():
       [
         f'`{op}`, {backend}',
         *(
-          f'{max(errors[x].values()):.1e}' if x in errors else 'not taken'
+          f'{max(errors[x].values()):.1e}' if x in errors else 'not supported'
           for x in ('float32', 'bfloat16')
         ),
       ]
