@@ -86,7 +86,7 @@ class Halting(Rival):
     model = self.config.model
     table_IN = [
       [
-        sum(model.block_flops(i, n).values())
+        flops.products(model.block_flops(i, n))
         for n in range(model.num_tokens + 1)
       ]
       for i in range(model.num_layers)

@@ -41,10 +41,10 @@ class AViTConfig:
     return AViT(self, Mode(**mode))
 
   def block_flops(self) -> int:
-    """Returns the forward FLOPs of all blocks with the slots."""
+    """Returns the forward FLOPs of all blocks with the slots, without norms."""
     slots = self.slots or (self.backbone.num_tokens,) * self.backbone.num_layers
     blocks = map(self.backbone.block_flops, range(len(slots)), slots)
-    return sum(sum(parts.values()) for parts in blocks)
+    return sum(map(flops.products, blocks))
 
 
 @flax.struct.dataclass
@@ -306,7 +306,7 @@ class ZTWConfig:
     model = self.backbone
     classes, last = model.num_classes, model.num_layers - 1
     blocks = [
-      sum(model.block_flops(i, model.num_tokens).values())
+      flops.products(model.block_flops(i, model.num_tokens))
       for i in range(model.num_layers)
     ]
     total, after = flops.forward(model) - sum(blocks), []

@@ -130,6 +130,12 @@ class DetectionDataConfig:
     )
 
   @property
+  def pads(self) -> bool:
+    """Whether pictures may be smaller than `image_size`."""
+    resized = self.short_side, self.train_short_sides, self.crop
+    return self.source != 'scenes' or any(resized)
+
+  @property
   def preprocess(self) -> DetectionPreprocess:
     return DetectionPreprocess(
       **{name: getattr(self, name) for name in ('image_size', 'short_side')},

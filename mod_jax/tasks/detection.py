@@ -65,9 +65,9 @@ class Detection(Pictures):
     }
 
   def inputs(self, batch, *, train):
-    if self.config.data.source == 'scenes':  # There is no padding.
-      return (batch['image'],), {}
-    return (batch['image'], batch['size']), {}
+    if self.config.data.pads:
+      return (batch['image'], batch['size']), {}
+    return (batch['image'],), {}
 
   def loss(self, output, batch):
     """Returns the objective of the batch, weighed by its rows.

@@ -173,8 +173,8 @@ def test_halted_tokens_cost_nothing():
   all_run, some = 1e6 * task.mflops(running_BI)
   np.testing.assert_allclose(all_run, flops.forward(BACKBONE), rtol=1e-5)
   saved = sum(
-    sum(BACKBONE.block_flops(i, 17).values())
-    - sum(BACKBONE.block_flops(i, left).values())
+    flops.products(BACKBONE.block_flops(i, 17))
+    - flops.products(BACKBONE.block_flops(i, left))
     for i, left in ((1, 9), (2, 9), (3, 0))
   )
   np.testing.assert_allclose(all_run - some, saved, rtol=1e-4)
@@ -186,5 +186,5 @@ def test_a_picture_that_stays_costs_all_blocks_and_heads():
   heads = [2 * (8 * 6 + 6 * 5 + 5)]  # Hidden units, logits and their mean.
   heads += [2 * (8 * 6 + (6 + 5) * 5 + i * 5) for i in (2, 3)]
   assert after_I[-1] == flops.forward(BACKBONE) + sum(heads)
-  block = sum(BACKBONE.block_flops(2, BACKBONE.num_tokens).values())
+  block = flops.products(BACKBONE.block_flops(2, BACKBONE.num_tokens))
   assert after_I[2] - after_I[1] == block + heads[2]

@@ -1,5 +1,6 @@
 """Detection as a task: training on scenes, evaluation, use."""
 
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -75,6 +76,21 @@ def test_perfect_predictions_have_a_precision_of_1():
   worse = task.finish_metrics({'never/rows': rows})
   assert worse['never/ap/3'] == 1
   assert worse['never/mAP'] < 1
+
+
+@pytest.mark.parametrize(
+  'resized',
+  [{}, {'short_side': 24}, {'train_short_sides': (16, 32)}, {'crop': 1.0}],
+)
+def test_the_model_is_told_what_is_padding(resized):
+  config = SCENES.get_config('tiny')
+  data = dataclasses.replace(config.data, **resized)
+  modality = make_task(dataclasses.replace(config, data=data)).modality
+  batch = next(iter(modality.train_iterator()))
+  is_padded = (batch['size'] < data.image_size).any()
+  assert is_padded == bool(resized)
+  args, _ = modality.inputs(batch, train=True)
+  assert len(args) == 1 + is_padded
 
 
 def test_an_earlier_layer_weighs_as_much_as_the_last():
