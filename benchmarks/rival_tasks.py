@@ -63,6 +63,7 @@ class Halting(Rival):
     output, model_state = self._model.build(train=True).apply(
       {'params': params, **model_state},
       batch['image'],
+      rngs={'stochastic_depth': rng},
       mutable=list(model_state),
     )
     rows = jnp.float32(len(batch['image']))
@@ -118,6 +119,7 @@ class Exits(Rival):
     log_BIV, model_state = self._model.build(train=True).apply(
       {'params': params, **model_state},
       batch['image'],
+      rngs={'stochastic_depth': rng},
       mutable=list(model_state),
     )
     *exits, (last, metric_sums) = (

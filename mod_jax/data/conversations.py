@@ -35,6 +35,7 @@ TOPICS: tuple[Topic, ...] = get_args(Topic)
 QUESTIONS = TOPICS[:-1]
 # Of each scene that is tried, few have a wanted answer, such as a rare sum.
 _TRIES = 500
+_DRAWS = 200  # Topics and answers that are tried for a question.
 _APART = 0.03  # Least distance of two digits that are compared, of the side.
 _WORDS = (
   *('zero', 'one', 'two', 'three', 'four'),
@@ -102,7 +103,8 @@ class ConversationDataConfig:
       many times as fast; the towers of others were pretrained.
     path: the file, for 'llava' and 'table'.
     folder: directory of its pictures; '' is that of the file.
-    eval_fraction: part of a file's examples that is held out.
+    eval_fraction: part of a file's pictures that is held out, with all that is
+      asked about them; the first picture of an example counts.
     image_size: height and width of the tower's input in pixels.
     crop_fraction: side of the centred square crop over the resized picture's
       shorter side.
@@ -203,7 +205,7 @@ def _presence(wanted: str):
     del boxes_N4
     there = np.bincount(digits_N, minlength=10) > 0
     fits = np.flatnonzero(there == (wanted == 'yes'))
-    return _WORDS[rng.choice(fits)], wanted
+    return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
 
   return ask
 
@@ -293,7 +295,7 @@ class SceneQuestions:
   def question(self, index: int) -> tuple[int, str, str, int]:
     """Returns scene, question, answer and topic, and paints nothing."""
     rng = np.random.default_rng((*self._key, int(index)))
-    while True:
+    for _ in range(_DRAWS):
       topic = self._topics[rng.integers(len(self._topics))]
       question, answers, make = _ASKED[topic]
       wanted = answers and answers[rng.integers(len(answers))]
@@ -305,6 +307,11 @@ class SceneQuestions:
           name, answer = found
           number = TOPICS.index(topic)
           return scene, question.format(name), str(answer), number
+    raise errors.UserError(
+      f'data.topics={self._topics}: in {_DRAWS} tries no scene had an answer'
+      ' that is asked for; add topics, or change the number of digits in'
+      ' data.scenes.'
+    )
 
   def load(self, index: int) -> Conversation:
     scene, question, answer, topic = self.question(index)
@@ -334,11 +341,19 @@ class Examples:
     self._folder = folder if config.folder else file.parent
     read = {'llava': _read_llava, 'table': _read_table}[config.source]
     examples = [_checked(file, i, *x) for i, x in enumerate(read(file))]
-    every = max(2, round(1 / config.eval_fraction))
+    # Held out by picture, so that none is both trained on and asked about.
+    number = {}
+    for images, turns in examples:
+      number.setdefault(images[:1] or turns, len(number))
+
+    def is_held_out(images, turns):
+      i, part = number[images[:1] or turns], config.eval_fraction
+      return int((i + 1) * part) > int(i * part)
+
     self._examples = [
       example
-      for i, example in enumerate(examples)
-      if (i % every == every - 1) == (split == 'eval')
+      for example in examples
+      if is_held_out(*example) == (split == 'eval')
     ]
     if not self._examples:
       raise errors.UserError(
@@ -445,7 +460,8 @@ def _read_table(file: pathlib.Path) -> Iterator[_Example]:
     names, rows = tables.read_rows(file, _COLUMNS)
   else:
     try:
-      lines = file.read_text('utf-8').splitlines()
+      # Not `splitlines`, which also cuts at characters that stand in texts.
+      lines = file.read_text('utf-8').split('\n')
       reader = csv.DictReader(lines, delimiter='\t', quoting=csv.QUOTE_NONE)
       names, rows = reader.fieldnames or [], list(reader)
     except (OSError, ValueError, csv.Error) as error:
@@ -458,6 +474,8 @@ def _read_table(file: pathlib.Path) -> Iterator[_Example]:
       f' {", ".join(_COLUMNS)}.'
     )
   for index, row in enumerate(rows):
+    if None in row:
+      raise _wrong(file, index, 'has more cells than there are columns')
     image, *said = (row[name] for name in _COLUMNS)
     if isinstance(image, dict):
       image = image.get('bytes') or image.get('path')

@@ -93,6 +93,11 @@ class VLMConfig(StackedConfig):
       f"an id below the language model's {self.language.vocab_size}",
       'image_token',
     )
+    require(
+      not self.language.early_exit,
+      '0, since no early exit is trained with pictures',
+      **{'language.early_exit': self.language.early_exit},
+    )
     depth = self.tower.num_layers
     check(
       -depth <= self.feature_layer <= depth and self.feature_layer != 0,
@@ -109,6 +114,11 @@ class VLMConfig(StackedConfig):
       f'a divisor of {self.tower.grid}, the patches along a side',
       'pooling',
     )
+
+  @property
+  def early_exit(self) -> int:
+    """Blocks before the language model's early exit: 0, as there is none."""
+    return self.language.early_exit
 
   @property
   def tower_depth(self) -> int:

@@ -172,7 +172,8 @@ class VisionLanguage(Modality):
     for (x, y, width, height), digit in conversation.objects:
       is_row_G = np.abs(place_G - y) < height / 2
       is_column_G = np.abs(place_G - x) < width / 2
-      (token,) = self.tokenizer.encode(digit)
+      # Some tokenizers put a token for the beginning of a word before it.
+      *_, token = self.tokenizer.encode(digit)
       digit_GG[is_row_G[:, None] & is_column_G] = token
     digit_L = np.full(len(row['tokens']), -2, np.int32)
     digit_L[row['valid'] & (row['kind'] == IMAGE)] = digit_GG.flatten()
@@ -488,12 +489,17 @@ class VisionLanguage(Modality):
       return
     source = data_lib.open_split(self.config.data, 'eval')
     asked = [source.load(i) for i in range(min(_SHOWN, len(source)))]
-    asked = [x for x in asked if len(x.pictures) <= self.config.data.pictures]
+    # The first question of each, with its own pictures alone.
+    questions = [x.turns[0][0] for x in asked]
+    pictures = [
+      x.pictures[: question.count(data_lib.IMAGE)]
+      for x, question in zip(asked, questions, strict=True)
+    ]
     preprocess = self.config.data.preprocess
     found = self.answers(
       *(params, model_state),
-      [preprocess(x.pictures) if x.pictures else [] for x in asked],
-      [x.turns[0][0] for x in asked],
+      [preprocess(shown) if shown else [] for shown in pictures],
+      questions,
       max_new_tokens=16,
     )
     for conversation, answer in zip(asked, found, strict=True):

@@ -1,6 +1,7 @@
 """Questions about scenes that nobody can guess, and LLaVA's files."""
 
 import collections
+import dataclasses
 import json
 
 import numpy as np
@@ -119,6 +120,36 @@ def test_a_file_of_llava_is_read(tmp_path):
   )
 
 
+def test_no_picture_is_both_trained_on_and_held_out(tmp_path):
+  config = write(
+    tmp_path,
+    [
+      {'image': f'pictures/{i // 3}.png', 'conversations': PAIR}
+      for i in range(30)
+    ],
+  )
+  for part, pictures in ((0.1, 1), (0.3, 3), (0.7, 7)):
+    held_out, train = (
+      {example[0] for example in conversations.Examples(split, name)._examples}
+      for split in [dataclasses.replace(config, eval_fraction=part)]
+      for name in ('eval', 'train')
+    )
+    assert (len(held_out), len(train)) == (pictures, 10 - pictures)
+    assert not held_out & train
+
+
+def test_what_no_scene_answers_is_refused():
+  # Ten digits and more add up to more than is asked for.
+  config = SceneConfig(least=12, most=12, scales=(1, 1.5))
+  source = conversations.SceneQuestions(config, 64, 'train', ('sum',))
+  digits_N = np.full(12, 9)
+  source._objects = lambda i: (np.zeros((12, 4)), digits_N)
+  with pytest.raises(UserError, match='no scene had an answer'):
+    source.question(0)
+  ask = conversations._presence('no')
+  assert ask(np.random.default_rng(0), None, np.arange(10)) is None
+
+
 TABLE = 'image\tquestion\tanswer\textra\n'
 
 
@@ -156,6 +187,7 @@ def test_a_table_is_read(tmp_path, kind):
     (b'image\tanswer\na\tb\n', 'expected image, question, answer'),
     (b'\xff', 'cannot be read as TSV'),
     (f'{TABLE}\tWhat?\tIt\t\n'.encode(), 'example 0 has no image'),
+    (f'{TABLE}a\tIs\tit\tone\ttoo many\n'.encode(), 'more cells than there'),
     (f'{TABLE}a\tWhat?\n'.encode(), 'example 0 has no question, or no answer'),
     (f'{TABLE}/a\tWhat?\tIt\t\n'.encode(), 'outside of the folder'),
     (f'{TABLE}a\t<image>\tIt\t\n'.encode(), '1 pictures and 2 <image>'),

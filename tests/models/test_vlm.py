@@ -339,6 +339,10 @@ def test_the_model_refuses_what_was_not_placed():
     (lambda: routed(FASTV, first=0), 'a block before the first routed one'),
     (lambda: dataclasses.replace(DENSE, pooling=3), 'a divisor of 2'),
     (
+      lambda: DENSE.with_parts(early_exit=1),
+      'language.early_exit=1: expected 0',
+    ),
+    (
       lambda: dataclasses.replace(
         DENSE,
         pooling=2,

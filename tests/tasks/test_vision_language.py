@@ -1,6 +1,7 @@
 """Questions about pictures as a task: training, evaluation, use."""
 
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -56,6 +57,41 @@ def test_long_conversations_are_cut_with_their_pictures():
   assert row['valid'].sum() == TASK.config.data.length
   assert not row['images'].any()
   assert TASK._row(one)['images'].any()
+
+
+def test_samples_ask_the_first_question_with_its_own_pictures(monkeypatch):
+  one = conversations.open_split(TASK.config.data, 'eval').load(0)
+  two = one._replace(pictures=one.pictures * 2, turns=one.turns * 2)
+
+  class Source(list):
+    def load(self, index):
+      return self[index]
+
+  data = config_lib.replace(TASK.config, {'data.pictures': 2})
+  modality = make_task(data).modality
+  asked = []
+
+  def answers(params, model_state, pictures, questions, **kwargs):
+    asked.extend(zip(pictures, questions, strict=True))
+    return ['A digit.']
+
+  monkeypatch.setattr(modality, 'answers', answers)
+  monkeypatch.setattr(conversations, 'open_split', lambda *_: Source([two]))
+  (line,) = modality.texts(None, {}, {})
+  assert line.endswith(f'A digit. (it is {one.turns[0][1]})')
+  ((pictures, question),) = asked
+  assert len(pictures) == question.count(conversations.IMAGE) == 1
+
+
+def test_a_digit_may_be_more_than_one_token(monkeypatch):
+  source = conversations.open_split(TASK.config.data, 'eval')
+  usual = TASK._eval_row(source, 0)['shown']
+  encode = TASK.tokenizer.encode
+  wordy = types.SimpleNamespace(encode=lambda text: [7, *encode(text)])
+  row = TASK._row(source.load(0))
+  monkeypatch.setattr(TASK, 'tokenizer', wordy)
+  shown = TASK._digits_shown(row, source.load(0))
+  np.testing.assert_array_equal(shown, usual)
 
 
 def test_right_answers_are_counted_by_question():
