@@ -6,7 +6,6 @@ import pathlib
 import re
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -248,22 +247,12 @@ def _read(path) -> dict[str, np.ndarray]:
   return {on_disk(name): x for name, x in files.read(path).items()}
 
 
-def load_variables(
-  path: str | os.PathLike,
-  config: DETRConfig,
-  *,
-  key: jax.Array | None = None,
-) -> dict[str, dict[str, Any]]:
-  """Returns a model's variables by collection, from weights of Hugging Face.
-
-  `path` is a file of weights, or a folder with one; `key` initialises the
-  routers, which the file does not have, None as `jax.random.key(0)`.
-  """
-  return arrays_lib.complete(read(path, config), config, key)
-
-
 def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, np.ndarray]:
-  """Returns those of a model's variables that a file has, by name."""
+  """Returns those of a model's variables that a file has, by name.
+
+  `path` is a file of weights of Hugging Face, or a folder with one. Routers are
+  left out.
+  """
   arrays = _read(path)
   entries = names(config, 'timm' if _OF_TIMM in arrays else 'huggingface')
   shapes = arrays_lib.shapes_of(config.dense_twin())

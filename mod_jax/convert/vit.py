@@ -400,7 +400,6 @@ def load(
   config: Config,
   *,
   key: jax.Array | None = None,
-  truncate: bool = False,
 ) -> dict[str, Any]:
   """Returns parameters of a model from weights of another library.
 
@@ -416,8 +415,6 @@ def load(
     config: of the model.
     key: to initialise new parameters. With None, heads are zero, and other
       parameters use `jax.random.key(0)`.
-    truncate: whether to accept weights of a deeper model, and take its first
-      blocks (`config.isoflop_twin()`).
 
   Returns:
     Nested dictionary of float32 arrays, structured like the 'params' of
@@ -434,7 +431,7 @@ def load(
       'a model with a convolutional stem has statistics of its batches beside'
       ' its parameters: use load_variables, which returns both.'
     )
-  return load_variables(path, config, key=key, truncate=truncate)['params']
+  return load_variables(path, config, key=key)['params']
 
 
 def load_variables(
@@ -442,11 +439,10 @@ def load_variables(
   config: Config,
   *,
   key: jax.Array | None = None,
-  truncate: bool = False,
 ) -> dict[str, dict[str, Any]]:
   """Returns all of a model's variables by collection; otherwise like `load`."""
   _check_dense(config)
-  source = read(path, config, truncate=truncate)
+  source = read(path, config)
   if key is None:
     for name, shape in arrays_lib.shapes_of(config).items():
       if name.startswith('head') and name not in source:
@@ -461,7 +457,9 @@ def read(
 
   Heads that are missing or for another number of classes are left out, with a
   warning, and so are routing parameters. Names of batch statistics begin with
-  `batch_stats/`. Arguments and errors are those of `load`, without `key`.
+  `batch_stats/`. `truncate` accepts weights of a deeper model and takes its
+  first blocks (`config.isoflop_twin()`); the other arguments, and errors, are
+  those of `load`.
   """
   file, dense = _read(path), config.dense_twin()
   entries, shapes = names(config, file.naming), arrays_lib.shapes_of(config)

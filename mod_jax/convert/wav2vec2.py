@@ -116,11 +116,8 @@ def holds_model(folder: str | os.PathLike) -> bool:
   return files.config_json(folder).get('model_type') == 'wav2vec2'
 
 
-def derive(folder: str | os.PathLike, **known) -> Wav2Vec2Config:
-  """Returns the config of the model in a directory of Hugging Face.
-
-  `known` are fields that override those of its `config.json`.
-  """
+def derive(folder: str | os.PathLike) -> Wav2Vec2Config:
+  """Returns the config of the model in a directory of Hugging Face."""
   file = pathlib.Path(folder).expanduser() / 'config.json'
   fields = paths.read_object(file)
   theirs = config_lib.from_known(_Fields, fields, str(file))
@@ -132,7 +129,7 @@ def derive(folder: str | os.PathLike, **known) -> Wav2Vec2Config:
         f' feat_extract_norm={variant!r} only {name}={value!r} is supported.'
       )
   ours = {name: getattr(theirs, field) for name, field in _SAME.items()}
-  return Wav2Vec2Config(variant=variant, **ours | known)
+  return Wav2Vec2Config(variant=variant, **ours)
 
 
 def _fold(arrays: dict[str, np.ndarray]) -> None:
@@ -151,8 +148,9 @@ def read(
 ) -> dict[str, np.ndarray]:
   """Returns those of a model's parameters that a file contains, by name.
 
-  A head that is missing or for another vocabulary is left out, with a warning,
-  and so are routing parameters.
+  `path` is a file of weights of Hugging Face, or a directory with one. A head
+  that is missing or for another vocabulary is left out, with a warning, and so
+  are routing parameters.
   """
   path = files.find(path)
   arrays = {
@@ -177,12 +175,3 @@ def read(
     dropped=_UNUSED,
     describe=f'{path}, a Wav2Vec2 of {_LABEL},',
   )
-
-
-def load(path: str | os.PathLike, config: Wav2Vec2Config) -> dict[str, Any]:
-  """Returns parameters of a model from weights of Hugging Face.
-
-  Routing is new, and so is a head that is missing or for another vocabulary.
-  `path` is a file of weights, or a directory with one.
-  """
-  return arrays_lib.complete(read(path, config), config)['params']

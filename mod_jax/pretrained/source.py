@@ -17,6 +17,7 @@ from PIL import Image
 
 from mod_jax import config as config_lib
 from mod_jax import paths, trees
+from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import beside, files, gguf
 from mod_jax.convert import clip as convert_clip
 from mod_jax.convert import detr as convert_detr
@@ -352,6 +353,10 @@ class _Published(Source):
   def config(self):
     return self.format.derive(self.path)
 
+  def read(self):
+    weights = self.format.read(self.path, self.config)
+    return arrays_lib.complete(weights, self.config)
+
   def _reads(self, data):
     """Returns the experiment of a model whose training data are unknown.
 
@@ -409,9 +414,6 @@ class _Speech(_Published):
     return self._reads(
       AudioDataConfig(source='folder', path=path, vocabulary=vocabulary)
     )
-
-  def read(self):
-    return {'params': convert_wav2vec2.load(self.path, self.config)}
 
 
 class _Pictures(_Published):
@@ -561,6 +563,3 @@ class _Detector(_Published):
       short_side=800,
       **{name: _IMAGENET[name] for name in ('mean', 'std')},
     )
-
-  def read(self):
-    return convert_detr.load_variables(self.path, self.config)
