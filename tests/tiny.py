@@ -239,6 +239,11 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def arrays(lazy):
+  """Returns a nested dictionary of arrays that are read lazily, by name."""
+  return jax.tree.map(jnp.asarray, trees.unflatten(lazy))
+
+
 def same(found, expected):
   """Asserts that two trees of arrays, nested or flat, are equal."""
   found, expected = trees.flatten(found), trees.flatten(expected)

@@ -13,8 +13,6 @@ import pathlib
 from typing import Any, Literal
 
 from flax import linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
@@ -143,31 +141,30 @@ def _entries(config: ViTConfig):
 
 
 def read(
-  stored: Mapping[str, Lazy], config: ViTConfig, describe: str
+  folder: str | os.PathLike,
+  config: ViTConfig,
+  stored: Mapping[str, Lazy] | None = None,
 ) -> dict[str, Lazy]:
   """Returns the parameters of a tower by name, read lazily.
 
   Args:
-    stored: its arrays by name, with or without `PREFIX`.
+    folder: directory of Hugging Face with the tower, or a model that has one.
     config: of the tower.
-    describe: what it lies in, for messages.
+    stored: the tower's arrays by name, with or without `PREFIX`; None for those
+      of the safetensors in `folder`.
 
   Raises:
-    UserError: the arrays are those of another tower; lists all differences.
+    UserError: files are missing, or they hold another tower; lists all
+      differences.
   """
+  stored = files.stored(folder) if stored is None else stored
   stored = {name.removeprefix(PREFIX): x for name, x in stored.items()}
   table, shapes = _entries(config)
   return arrays_lib.read(
     *(table, shapes, stored),
     dropped=_UNUSED,
-    describe=f"{describe}, CLIP's vision tower,",
+    describe=f"{folder}, CLIP's vision tower,",
   )
-
-
-def load(folder: str | os.PathLike, config: ViTConfig) -> dict[str, Any]:
-  """Returns the parameters of the tower in a directory of Hugging Face."""
-  lazy = read(files.stored(folder), config, str(folder))
-  return jax.tree.map(jnp.asarray, trees.unflatten(lazy))
 
 
 def arrays(

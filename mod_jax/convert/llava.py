@@ -13,8 +13,6 @@ import re
 from typing import Any, Literal
 
 from flax import linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
@@ -170,18 +168,13 @@ def read(folder: str | os.PathLike, config: VLMConfig) -> dict[str, Lazy]:
       describe=f'{folder}, the projector,',
     ),
     'language': convert_lm.read(folder, config.language, by_part['language']),
-    'tower': clip.read(by_part['tower'], config.tower, str(folder)),
+    'tower': clip.read(folder, config.tower, by_part['tower']),
   }
   return {
     f'{part}/{name}': x
     for part, arrays in parts.items()
     for name, x in arrays.items()
   }
-
-
-def load(folder: str | os.PathLike, config: VLMConfig) -> dict[str, Any]:
-  """Returns the parameters of a dense model; arguments as for `read`."""
-  return jax.tree.map(jnp.asarray, trees.unflatten(read(folder, config)))
 
 
 def save(

@@ -2,9 +2,8 @@
 
 Reads and writes directories in the format of `transformers`: `config.json`, the
 weights in one or several safetensors files, and the tokenizer's files. `derive`
-reads the config, `read` and `load` read the weights, and `save` writes both.
-The order of rotary channels (two halves) is the same as ours, so nothing is
-permuted.
+reads the config, `read` reads the weights, and `save` writes both. The order of
+rotary channels (two halves) is the same as ours, so nothing is permuted.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +14,6 @@ import re
 from typing import Any, Literal
 
 from flax import linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
@@ -340,11 +337,6 @@ def _scanned(config: LMConfig, params: Mapping[str, Lazy]) -> dict[str, Lazy]:
         [params[f'block_{i}/{block[2]}'] for i in numbers]
       )
   return scanned
-
-
-def load(path: str | os.PathLike, config: LMConfig) -> dict[str, Any]:
-  """Returns the parameters of a dense model; arguments as for `read`."""
-  return jax.tree.map(jnp.asarray, trees.unflatten(read(path, config)))
 
 
 def save(

@@ -504,15 +504,15 @@ class _OfCLIP(_Pictures):
   def _metadata(self):
     return beside.read(self.path / 'config.json')
 
+  def read(self):
+    # Nothing is missing, and a LLaVA is too large to be read at once.
+    params = self.format.read(self.path, self.config)
+    return {'params': trees.unflatten(params)}
+
 
 class _Tower(_OfCLIP):
   kind = 'vision'
   format = convert_clip
-
-  def read(self):
-    stored = files.stored(self.path)
-    params = convert_clip.read(stored, self.config, str(self.path))
-    return {'params': trees.unflatten(params)}
 
 
 class _VisionLanguage(_OfCLIP):
@@ -535,10 +535,6 @@ class _VisionLanguage(_OfCLIP):
       length=convert_llava.max_length(path),
     )
     return self._reads(self.preprocess.apply_to(data))
-
-  def read(self):
-    params = convert_llava.read(self.path, self.config)
-    return {'params': trees.unflatten(params)}
 
 
 class _Detector(_Published):

@@ -29,7 +29,7 @@ IMAGES = np.stack([EXPECTED['images'][[0, 0]], EXPECTED['images'][[1, 2]]])
 @functools.cache
 def model():
   config = llava.derive(FOLDER)
-  return config, llava.load(FOLDER, config)
+  return config, tiny.arrays(llava.read(FOLDER, config))
 
 
 def run(tokens_BL, images_BIHWC, valid_BL):
@@ -86,7 +86,7 @@ def test_back_again_every_byte_is_the_same(tmp_path, monkeypatch):
   llava.save(tmp_path / 'b', params, config, length=64)
   assert llava.derive(tmp_path / 'b') == config
   assert llava.max_length(tmp_path / 'b') == llava.max_length(FOLDER) == 64
-  tiny.same(llava.load(tmp_path / 'b', config), params)
+  tiny.same(tiny.arrays(llava.read(tmp_path / 'b', config)), params)
   assert 'vision_tower.vision_model.pre_layrnorm.bias' in tiny.stored(
     tmp_path / 'b'
   )
@@ -103,7 +103,7 @@ def test_names_in_memory_are_read_too(tmp_path):
     renamed[name] = np.asarray(array)
   files.write(tmp_path / 'model.safetensors', renamed)
   shutil.copy(FOLDER / 'config.json', tmp_path)
-  tiny.same(llava.load(tmp_path, config), params)
+  tiny.same(tiny.arrays(llava.read(tmp_path, config)), params)
 
 
 def test_our_own_format_holds_one(tmp_path):

@@ -34,7 +34,7 @@ def logits(config, params):
 @pytest.mark.parametrize('name', NAMES)
 def test_logits_are_those_of_pytorch(name):
   config = convert_lm.derive(GOLDEN / name)
-  params = convert_lm.load(GOLDEN / name, config)
+  params = tiny.arrays(convert_lm.read(GOLDEN / name, config))
   np.testing.assert_allclose(logits(config, params), EXPECTED[name], atol=1e-4)
 
 
@@ -42,7 +42,7 @@ def test_logits_are_those_of_pytorch(name):
 def test_back_again_every_byte_is_the_same(name, tmp_path, monkeypatch):
   source = GOLDEN / name
   config = convert_lm.derive(source)
-  params = convert_lm.load(source, config)
+  params = tiny.arrays(convert_lm.read(source, config))
   monkeypatch.setattr(files, 'SHARD', 3000)
   convert_lm.save(tmp_path, params, config, like=source)
   assert tiny.stored(tmp_path) == tiny.stored(source)
@@ -58,7 +58,7 @@ def test_back_again_every_byte_is_the_same(name, tmp_path, monkeypatch):
   monkeypatch.undo()
   zeros = jax.tree.map(np.zeros_like, params)
   convert_lm.save(tmp_path, zeros, config, like=source)
-  for array in jax.tree.leaves(convert_lm.load(tmp_path, config)):
+  for array in jax.tree.leaves(tiny.arrays(convert_lm.read(tmp_path, config))):
     assert not np.asarray(array).any()
   # Without the model that it comes from, as an architecture of our choice.
   own = tmp_path / 'own'
@@ -77,8 +77,8 @@ def test_scanned_layers_are_stacked():
   source = GOLDEN / 'qwen2'
   config = convert_lm.derive(source)
   scanned = dataclasses.replace(config, scan_layers=True)
-  params = convert_lm.load(source, config)
-  found = convert_lm.load(source, scanned)
+  params = tiny.arrays(convert_lm.read(source, config))
+  found = tiny.arrays(convert_lm.read(source, scanned))
   _, expected = lm.scanned(config, params)
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 

@@ -14,6 +14,7 @@ import zipfile
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiny
 
 from mod_jax import config as config_lib
 from mod_jax.convert import beside, files, llava, lm, vit
@@ -134,7 +135,7 @@ def read_lm(tmp, name='llama', arrays=None, **fields):
 
 def save_lm(tmp, **fields):
   config = lm.derive(GOLDEN / 'lm' / 'llama')
-  params = lm.load(GOLDEN / 'lm' / 'llama', config)
+  params = tiny.arrays(lm.read(GOLDEN / 'lm' / 'llama', config))
   lm.save(tmp, params, change(config, **fields))
 
 
@@ -162,7 +163,7 @@ def save_lvvit(tmp):
 
 def save_llava(tmp, **fields):
   config = llava.derive(GOLDEN / 'vlm' / 'llava')
-  params = llava.load(GOLDEN / 'vlm' / 'llava', config)
+  params = tiny.arrays(llava.read(GOLDEN / 'vlm' / 'llava', config))
   llava.save(tmp / 'new.npz', params, config_lib.replace(config, fields))
 
 
