@@ -176,7 +176,8 @@ def _make_golden(name, as_name):
 def _read_vision(folder):
   (path,) = folder.glob('model.*')
   config = convert_vit.derive(path, num_heads=3)
-  return convert_vit.read(path, config)
+  found = convert_vit.read(path, config)
+  return {name: np.asarray(array) for name, array in found.items()}
 
 
 def _read_arrays(folder):

@@ -1,6 +1,6 @@
 """Names and layouts of arrays in another library and here."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -173,87 +173,76 @@ def complete(
   return unflatten(variables)
 
 
-def to_ours(
+def read(
   table: Iterable[Entry],
   shapes: Mapping[str, tuple[int, ...]],
-  theirs: Mapping[str, np.ndarray],
+  stored: Mapping[str, Any],
   left_out: Collection[str] = (),
   **kwargs,
-) -> dict[str, np.ndarray]:
-  """Returns our parameters from their arrays, but for those `left_out`.
+) -> dict[str, files.Lazy]:
+  """Returns our parameters, each converted from `stored` when it is used.
 
+  `shapes` are ours; `stored` has their arrays by name, which may be read lazily
+  themselves, and those that are `left_out` are neither compared nor returned.
   `kwargs` are those of `trees.compare`, which refuses other arrays.
   """
-  _compare(table, shapes, theirs, left_out, **kwargs)
-  ours = {}
-  for entry in table:
-    if entry.theirs not in left_out:
-      parts = entry.to_ours(theirs[entry.theirs], shapes[entry.ours[0]])
-      ours.update(zip(entry.ours, parts, strict=True))
-  return ours
-
-
-def _compare(table, shapes, theirs, left_out=(), **kwargs) -> None:
   trees.compare(
     {entry.theirs: entry.shape(shapes) for entry in table},
-    {name: x.shape for name, x in theirs.items() if name not in left_out},
+    {name: x.shape for name, x in stored.items() if name not in left_out},
     new=tuple(map(re.escape, left_out)),
     **kwargs,
   )
 
+  def lazy(entry, i):
+    shape = shapes[entry.ours[i]]
 
-def to_theirs(
-  table: Iterable[Entry], ours: Mapping[str, Any]
-) -> dict[str, np.ndarray]:
-  """Returns their arrays, in float32, from our parameters by name."""
+    def convert():
+      theirs = np.asarray(stored[entry.theirs], np.float32)
+      return entry.to_ours(theirs, shape)[i]
+
+    return files.Lazy(shape, convert)
+
   return {
-    entry.theirs: entry.to_theirs(
-      *(np.asarray(ours[name], np.float32) for name in entry.ours)
-    )
+    name: lazy(entry, i)
     for entry in table
+    if entry.theirs not in left_out
+    for i, name in enumerate(entry.ours)
   }
 
 
 def arrays(
-  table: Iterable[Entry], ours: Mapping[str, Any], types: Mapping[str, str]
+  table: Iterable[Entry],
+  shapes: Mapping[str, tuple[int, ...]],
+  ours: Mapping[str, Any],
+  types: Mapping[str, str],
+  dropped: Sequence[str] = (),
 ) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
   """Returns what `files.write_sharded` writes of our parameters.
 
-  `types` are keys of `files.DTYPES` by their names; float32 by default. No
-  entry stands for several parameters.
+  Args:
+    table: the entries to write.
+    shapes: of our parameters, by name.
+    ours: our parameters by name.
+    types: keys of `files.DTYPES` by their names; float32 by default.
+    dropped: regular expressions of names, matched whole, that are not written.
+
+  Raises:
+    UserError: the parameters are not those of the shapes.
   """
+  trees.compare(
+    {name: shapes[name] for entry in table for name in entry.ours},
+    {name: x.shape for name, x in ours.items()},
+    dropped=dropped,
+    describe='params',
+  )
   made = []
   for entry in table:
     dtype = np.dtype(files.DTYPES[types.get(entry.theirs, 'F32')])
-    (name,) = entry.ours
 
-    def read_one(entry=entry, dtype=dtype, name=name):
-      array = np.asarray(ours[name], np.float32)
-      return np.asarray(entry.to_theirs(array), dtype)
+    def convert(entry=entry, dtype=dtype):
+      parts = [np.asarray(ours[name], np.float32) for name in entry.ours]
+      return np.asarray(entry.to_theirs(*parts), dtype)
 
-    size = math.prod(ours[name].shape) * dtype.itemsize
-    made.append((entry.theirs, size, read_one))
+    size = sum(math.prod(shapes[name]) for name in entry.ours) * dtype.itemsize
+    made.append((entry.theirs, size, convert))
   return made
-
-
-def read(
-  table: Iterable[Entry],
-  shapes: Mapping[str, tuple[int, ...]],
-  stored: Mapping[str, files.Lazy],
-  **kwargs,
-) -> dict[str, files.Lazy]:
-  """Returns our parameters, each read from `stored` when it is used.
-
-  `shapes` are ours. No entry stands for several parameters. `kwargs` are those
-  of `trees.compare`, which refuses other arrays.
-  """
-  _compare(table, shapes, stored, **kwargs)
-
-  def lazy(entry):
-    (name,) = entry.ours
-    theirs, shape = entry.theirs, shapes[name]
-    return files.Lazy(
-      shape, lambda: entry.to_ours(np.asarray(stored[theirs]), shape)[0]
-    )
-
-  return {entry.ours[0]: lazy(entry) for entry in table}

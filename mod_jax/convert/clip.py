@@ -21,7 +21,6 @@ from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert.files import Lazy
 from mod_jax.errors import UserError
-from mod_jax.models import protocol
 from mod_jax.models.vit import ViTConfig
 
 # Their names by ours, for `entry.entries`.
@@ -135,8 +134,7 @@ def fields_of(config: ViTConfig) -> dict[str, Any]:
 
 
 def _entries(config: ViTConfig):
-  params = trees.flatten(protocol.shapes(config.dense_twin())['params'])
-  shapes = {name: x.shape for name, x in params.items()}
+  shapes = arrays_lib.shapes_of(config.dense_twin())
   return arrays_lib.entries(shapes, _TABLE, 'CLIP'), shapes
 
 
@@ -179,13 +177,8 @@ def arrays(
   """
   table, shapes = _entries(config)
   flat = trees.flatten(nn.unbox(params))
-  trees.compare(
-    shapes,
-    {name: x.shape for name, x in flat.items()},
-    dropped=(r'(block_\d+/)?router/.*',),
-    describe='params',
-  )
-  return arrays_lib.arrays(table, flat, types)
+  dropped = (r'(block_\d+/)?router/.*',)
+  return arrays_lib.arrays(table, shapes, flat, types, dropped)
 
 
 def save(folder: str | os.PathLike, params, config: ViTConfig) -> None:

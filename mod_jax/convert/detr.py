@@ -6,13 +6,12 @@ import pathlib
 import re
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import trees
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert.arrays import Entry
+from mod_jax.convert.files import Lazy
 from mod_jax.errors import UserError
 from mod_jax.layers.resnet import EXPANSION, ResNetConfig
 from mod_jax.models.detr import DETRConfig
@@ -247,7 +246,7 @@ def _read(path) -> dict[str, np.ndarray]:
   return {on_disk(name): x for name, x in files.read(path).items()}
 
 
-def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, np.ndarray]:
+def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, Lazy]:
   """Returns those of a model's variables that a file has, by name.
 
   `path` is a file of weights of Hugging Face, or a folder with one. Routers are
@@ -256,7 +255,7 @@ def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, np.ndarray]:
   arrays = _read(path)
   entries = names(config, 'timm' if _OF_TIMM in arrays else 'huggingface')
   shapes = arrays_lib.shapes_of(config.dense_twin())
-  return arrays_lib.to_ours(
+  return arrays_lib.read(
     *(entries, shapes, arrays),
     dropped=_UNUSED,
     describe=f'{path}, a DETR of Hugging Face,',
@@ -278,10 +277,6 @@ def save(
   entries = names(config, naming)
   files.check_suffix(pathlib.Path(path))
   flat = arrays_lib.flatten(variables)
-  trees.compare(
-    arrays_lib.shapes_of(config.dense_twin()),
-    {name: jnp.shape(array) for name, array in flat.items()},
-    dropped=ROUTING,
-    describe='variables',
-  )
-  files.write(path, arrays_lib.to_theirs(entries, flat))
+  shapes = arrays_lib.shapes_of(config.dense_twin())
+  written = arrays_lib.arrays(entries, shapes, flat, {}, dropped=ROUTING)
+  files.write(path, {name: make() for name, _, make in written})

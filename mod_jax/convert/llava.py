@@ -222,13 +222,13 @@ def _arrays(
     }
 
   params = nn.unbox(params)
-  table, _ = _projector(dense)
+  table, shapes = _projector(dense)
   flat = trees.flatten(params['projector'])
   by_part = {
     'language': convert_lm.arrays(
       params['language'], dense.language, of('language')
     ),
-    'projector': arrays_lib.arrays(table, flat, of('projector')),
+    'projector': arrays_lib.arrays(table, shapes, flat, of('projector')),
     'tower': clip.arrays(params['tower'], dense.tower, of('tower')),
   }
   return [

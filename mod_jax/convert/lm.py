@@ -392,13 +392,8 @@ def arrays(
   _, unrolled = lm.unrolled(config, params)
   flat = trees.flatten(nn.unbox(unrolled))
   shapes = _shapes(config)
-  trees.compare(
-    shapes,
-    {name: array.shape for name, array in flat.items()},
-    dropped=(r'(block_\d+/)?(router|predictor)/.*',),
-    describe='params',
-  )
-  return arrays_lib.arrays(_entries(shapes), flat, types)
+  dropped = (r'(block_\d+/)?(router|predictor)/.*',)
+  return arrays_lib.arrays(_entries(shapes), shapes, flat, types, dropped)
 
 
 def fields_of(

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import trees
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import beside, files
 from mod_jax.convert.arrays import Entry
+from mod_jax.convert.files import Lazy
 from mod_jax.errors import UserError
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vit
@@ -452,7 +452,7 @@ def load_variables(
 
 def read(
   path: str | os.PathLike, config: Config, *, truncate: bool = False
-) -> dict[str, np.ndarray]:
+) -> dict[str, Lazy]:
   """Returns those of a model's variables that a file contains, by name.
 
   Heads that are missing or for another number of classes are left out, with a
@@ -481,7 +481,7 @@ def read(
   replaced = {
     entry.theirs for entry in entries if entry.ours[0].split('/')[0] in heads
   }
-  ours = arrays_lib.to_ours(
+  ours = arrays_lib.read(
     *(entries, shapes, arrays, replaced),
     dropped=ignored,
     describe=f'{file.path}, a vision transformer of {library.label} with '
@@ -529,13 +529,8 @@ def save(
   files.check_suffix(pathlib.Path(path))
   flat = arrays_lib.flatten({'params': params, 'batch_stats': batch_stats})
   shapes = arrays_lib.shapes_of(config)
-  trees.compare(
-    {name: shapes[name] for entry in entries for name in entry.ours},
-    {name: jnp.shape(array) for name, array in flat.items()},
-    dropped=ROUTING,
-    describe='params',
-  )
-  arrays = arrays_lib.to_theirs(entries, flat)
+  written = arrays_lib.arrays(entries, shapes, flat, {}, dropped=ROUTING)
+  arrays = {name: make() for name, _, make in written}
   if naming == 'huggingface':
     dense = config.dense_twin()
     arrays = {_prefixed(name, dense): x for name, x in arrays.items()}

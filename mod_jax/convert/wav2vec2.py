@@ -17,6 +17,7 @@ from mod_jax import config as config_lib
 from mod_jax import paths
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
+from mod_jax.convert.files import Lazy
 from mod_jax.errors import UserError
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
@@ -143,9 +144,7 @@ def _fold(arrays: dict[str, np.ndarray]) -> None:
       arrays[_FOLDED] = np.float32(direction_OIK * factor_11K)
 
 
-def read(
-  path: str | os.PathLike, config: Wav2Vec2Config
-) -> dict[str, np.ndarray]:
+def read(path: str | os.PathLike, config: Wav2Vec2Config) -> dict[str, Lazy]:
   """Returns those of a model's parameters that a file contains, by name.
 
   `path` is a file of weights of Hugging Face, or a directory with one. A head
@@ -170,7 +169,7 @@ def read(
       '%s: head is made new, for vocab_size=%d; %s in these weights.',
       *(path, config.vocab_size, there),
     )
-  return arrays_lib.to_ours(
+  return arrays_lib.read(
     *(entries, shapes, arrays, new),
     dropped=_UNUSED,
     describe=f'{path}, a Wav2Vec2 of {_LABEL},',
