@@ -28,23 +28,6 @@ from mod_jax.layers.rope import RopeScaling
 from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig
 
-# Keys that would change the function, and the values that are supported. Keys
-# without supported values must be absent or null.
-_MUST_BE = {
-  'hidden_act': ('silu',),
-  'attention_bias': (False,),
-  'mlp_bias': (False,),
-  'partial_rotary_factor': (1, 1.0),
-  'quantization_config': (),
-  'attn_logit_softcapping': (),
-  'final_logit_softcapping': (),
-  'logit_scale': (1, 1.0),
-  'embedding_multiplier': (1, 1.0),
-  'residual_multiplier': (1, 1.0),
-  'attention_multiplier': (),
-  'num_local_experts': (),
-  'num_experts': (),
-}
 # Names in a `config.json` of the fields of an `LMConfig` that mean the same.
 _FIELDS = {
   'vocab_size': 'vocab_size',
@@ -92,6 +75,25 @@ BESIDE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fixed:
+  """Fields that change the function, and the values that are supported."""
+
+  hidden_act: Literal['silu'] | None = None
+  attention_bias: Literal[False] | None = None
+  mlp_bias: Literal[False] | None = None
+  partial_rotary_factor: Literal[1, 1.0] | None = None
+  logit_scale: Literal[1, 1.0] | None = None
+  embedding_multiplier: Literal[1, 1.0] | None = None
+  residual_multiplier: Literal[1, 1.0] | None = None
+  attention_multiplier: None = None
+  attn_logit_softcapping: None = None
+  final_logit_softcapping: None = None
+  quantization_config: None = None
+  num_local_experts: None = None
+  num_experts: None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rope:
   """Fields of `rope_parameters`, or `rope_scaling` in older files."""
 
@@ -113,7 +115,7 @@ class _Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fields:
-  """The fields of a `config.json` that are read, except `_Rope`, `_MUST_BE`.
+  """The fields of a `config.json` that are read, except `_Rope`, `_Fixed`.
 
   Where a family's class in transformers has another default, it is in
   `_DEFAULTS`.
@@ -195,14 +197,9 @@ def _read_config(
       f'{where}: model_type={family!r} is no architecture that is known here;'
       f' expected {", ".join(FAMILIES)}.'
     )
-  for key, allowed in _MUST_BE.items():
-    value = fields.get(key)
-    if value is not None and value not in allowed:
-      expected = ' or '.join(map(repr, allowed[:1])) or 'no such key'
-      raise UserError(
-        f'{where}: {key}={value!r} changes what the model computes, and is not'
-        f' supported; expected {expected}.'
-      )
+  config_lib.from_known(
+    _Fixed, fields, f'{where} has a setting that is not supported'
+  )
   rope = fields.get('rope_parameters') or fields.get('rope_scaling') or {}
   if not isinstance(rope, dict):
     raise UserError(

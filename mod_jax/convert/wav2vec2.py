@@ -8,7 +8,7 @@ PyTorch's version, or folded to one kernel. Ours is folded.
 import dataclasses
 import os
 import pathlib
-from typing import Any
+from typing import Literal
 
 from absl import logging
 import numpy as np
@@ -60,7 +60,7 @@ _UNUSED = (r'quantizer\..*', r'project_(hid|q)\..*')
 class _Fields:
   """The fields of a `config.json` that are read, with their defaults."""
 
-  model_type: str = ''
+  model_type: Literal['wav2vec2']
   vocab_size: int = 32
   hidden_size: int = 768
   num_hidden_layers: int = 12
@@ -72,13 +72,13 @@ class _Fields:
   conv_bias: bool = False
   num_conv_pos_embeddings: int = 128
   num_conv_pos_embedding_groups: int = 16
-  feat_extract_norm: str = 'group'
+  feat_extract_norm: Literal['group', 'layer'] = 'group'
   do_stable_layer_norm: bool = False
   layer_norm_eps: float = 1e-5
-  hidden_act: str = 'gelu'
-  feat_extract_activation: str = 'gelu'
-  add_adapter: bool = False
-  adapter_attn_dim: int | None = None
+  hidden_act: Literal['gelu'] = 'gelu'
+  feat_extract_activation: Literal['gelu'] = 'gelu'
+  add_adapter: Literal[False] = False
+  adapter_attn_dim: None = None
 
 
 # Fields of theirs by ours.
@@ -97,21 +97,6 @@ _SAME = {
 }
 
 
-def _fixed(variant: str) -> dict[str, Any]:
-  """Returns the fields of theirs that a variant determines."""
-  by_layer = variant == 'layer'
-  return {
-    'model_type': 'wav2vec2',
-    'feat_extract_norm': variant,
-    'do_stable_layer_norm': by_layer,
-    'conv_bias': by_layer,
-    'hidden_act': 'gelu',
-    'feat_extract_activation': 'gelu',
-    'add_adapter': False,
-    'adapter_attn_dim': None,
-  }
-
-
 def holds_model(folder: str | os.PathLike) -> bool:
   """Whether a directory of Hugging Face has a Wav2Vec2."""
   return files.config_json(folder).get('model_type') == 'wav2vec2'
@@ -122,12 +107,12 @@ def derive(folder: str | os.PathLike) -> Wav2Vec2Config:
   file = pathlib.Path(folder).expanduser() / 'config.json'
   fields = paths.read_object(file)
   theirs = config_lib.from_known(_Fields, fields, str(file))
-  variant = 'group' if theirs.feat_extract_norm == 'group' else 'layer'
-  for name, value in _fixed(variant).items():
-    if getattr(theirs, name) != value:
+  variant = theirs.feat_extract_norm
+  for name in ('do_stable_layer_norm', 'conv_bias'):
+    if getattr(theirs, name) != (variant == 'layer'):
       raise UserError(
-        f'{file}: {name}={getattr(theirs, name)!r}, but of a Wav2Vec2 with'
-        f' feat_extract_norm={variant!r} only {name}={value!r} is supported.'
+        f'{file}: {name}={getattr(theirs, name)} is not supported in a Wav2Vec2'
+        f' with feat_extract_norm={variant!r}.'
       )
   ours = {name: getattr(theirs, field) for name, field in _SAME.items()}
   return Wav2Vec2Config(variant=variant, **ours)
