@@ -83,12 +83,6 @@ _SAME = {
 }
 
 
-def holds_model(folder: str | os.PathLike) -> bool:
-  """Whether a directory of Hugging Face has a CLIP, or its vision tower."""
-  fields = files.config_json(folder)
-  return fields.get('model_type') in ('clip', 'clip_vision_model')
-
-
 def derive(folder: str | os.PathLike) -> ViTConfig:
   """Returns the config of the tower in a directory of Hugging Face.
 

@@ -117,11 +117,6 @@ def on_disk(name: str) -> str:
   return name
 
 
-def holds_model(path: str | os.PathLike) -> bool:
-  """Whether a folder holds a DETR of Hugging Face."""
-  return files.config_json(path).get('model_type') == 'detr'
-
-
 def derive(path: str | os.PathLike) -> DETRConfig:
   """Returns the config of the model in a folder of Hugging Face.
 

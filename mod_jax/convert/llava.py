@@ -79,11 +79,6 @@ class _Fields:
   multimodal_projector_bias: Literal[True] = True
 
 
-def holds_model(folder: str | os.PathLike) -> bool:
-  """Whether a directory of Hugging Face has a LLaVA."""
-  return files.config_json(folder).get('model_type') == 'llava'
-
-
 def derive(folder: str | os.PathLike) -> VLMConfig:
   """Returns the config of the model in a directory of Hugging Face.
 

@@ -179,14 +179,6 @@ _WINDOW = {
 }
 
 
-def holds_model(path: str | os.PathLike) -> bool:
-  """Whether a path is the directory of a language model, of any family."""
-  fields = files.config_json(path)
-  return fields.get('model_type') in FAMILIES or (
-    'ForCausalLM' in str(fields.get('architectures'))
-  )
-
-
 def _read_config(
   fields: Mapping[str, Any], where: str
 ) -> tuple[_Fields, _Rope]:

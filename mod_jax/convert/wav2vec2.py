@@ -97,11 +97,6 @@ _SAME = {
 }
 
 
-def holds_model(folder: str | os.PathLike) -> bool:
-  """Whether a directory of Hugging Face has a Wav2Vec2."""
-  return files.config_json(folder).get('model_type') == 'wav2vec2'
-
-
 def derive(folder: str | os.PathLike) -> Wav2Vec2Config:
   """Returns the config of the model in a directory of Hugging Face."""
   file = pathlib.Path(folder).expanduser() / 'config.json'

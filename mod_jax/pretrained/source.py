@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 from typing import Any, ClassVar, Literal
 
 from absl import logging
@@ -124,18 +125,10 @@ class Source(abc.ABC):
       source = _Peft(folder, base)
     elif (folder / FOLDER).is_file():
       source = _Export(folder)
-    elif convert_lm.holds_model(folder):
-      source = _Language(folder)
-    elif convert_wav2vec2.holds_model(folder):
-      source = _Speech(folder)
     elif gguf.is_gguf(folder):
       source = _Gguf(folder)
-    elif convert_detr.holds_model(folder):
-      source = _Detector(folder)
-    elif convert_llava.holds_model(folder):
-      source = _VisionLanguage(folder)
-    elif convert_clip.holds_model(folder):
-      source = _Tower(folder)
+    elif (published := _published(folder)) is not None:
+      source = published(folder)
     else:
       source, fields = _Vision(files.find(path), fields), {}
     if fields:
@@ -559,3 +552,22 @@ class _Detector(_Published):
       short_side=800,
       **{name: _IMAGENET[name] for name in ('mean', 'std')},
     )
+
+
+# Folders of Hugging Face by the `model_type` in their `config.json`.
+_PUBLISHED = {
+  **dict.fromkeys(convert_lm.FAMILIES, _Language),
+  **dict.fromkeys(('clip', 'clip_vision_model'), _Tower),
+  'detr': _Detector,
+  'llava': _VisionLanguage,
+  'wav2vec2': _Speech,
+}
+
+
+def _published(folder: pathlib.Path) -> type[_Published] | None:
+  """Returns what a folder of Hugging Face is opened as; None for others."""
+  fields = files.config_json(folder)
+  # A language model of an unknown family is refused by its name.
+  if 'ForCausalLM' in str(fields.get('architectures')):
+    return _Language
+  return _PUBLISHED.get(str(fields.get('model_type')))

@@ -9,8 +9,11 @@ import pytest
 
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.models.vlm import VLMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -36,15 +39,19 @@ def test_each_kind_is_recognised(tmp_path):
     (tmp_path / 'run', 'run', LMConfig),
     (tmp_path / 'export', 'export', LMConfig),
     (GOLDEN / 'lm' / 'llama', 'language', LMConfig),
+    (GOLDEN / 'wav2vec2' / 'group', 'speech', Wav2Vec2Config),
+    (GOLDEN / 'detr', 'detector', DETRConfig),
+    (GOLDEN / 'vlm' / 'llava', 'vlm', VLMConfig),
+    (GOLDEN / 'vlm' / 'clip', 'vision', ViTConfig),
     (GOLDEN / 'vit_timm.safetensors', 'vision', ViTConfig),
     (GOLDEN / 'vit_lvvit.pth.tar', 'vision', ViTConfig),
   ):
-    fields = {'num_heads': 3} if kind == 'vision' else {}
+    fields = {'num_heads': 3} if path.name.startswith('vit') else {}
     source = Source.open(path, **fields)
     assert source.kind == kind
     assert type(source.config) is config
     assert source.ours == (kind in ('run', 'export'))
-    assert source.foreign == (kind == 'language')
+    assert source.foreign == (kind in ('language', 'speech', 'vlm'))
 
 
 VISION = {
