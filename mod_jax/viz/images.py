@@ -115,14 +115,9 @@ def merged_patches(
   )
   for axes, place_RL in zip(axes_B, place_BRL, strict=True):
     for start, place_L in zip(start_C[1:], place_RL, strict=True):
-      place_YX = place_L.reshape(grid)
-      y_N, x_N = np.nonzero(np.diff(place_YX, axis=1))
-      down_N4 = np.stack([x_N + 1, y_N, x_N + 1, y_N + 1], axis=-1)
-      y_N, x_N = np.nonzero(np.diff(place_YX, axis=0))
-      across_N4 = np.stack([x_N, y_N + 1, x_N + 1, y_N + 1], axis=-1)
-      lines_N22 = np.concatenate([down_N4, across_N4]).reshape(-1, 2, 2)
+      lines_N22 = _borders(place_L.reshape(grid)) + (start, 0)
       look = {'colors': 'white', 'linewidths': 0.5, 'gid': 'between'}
-      lines = LineCollection(lines_N22 + (start, 0), **look)
+      lines = LineCollection(lines_N22, **look)
       axes.add_collection(lines, autolim=False)
   return body.get_figure(root=True)
 
@@ -423,14 +418,8 @@ def _hatch(axes, start, hidden_YX):
 
 def _outline(axes, start, seen_YX):
   """Draws a line between seen patches and all else."""
-  padded_YX = np.pad(seen_YX, 1)
-  y_M, x_M = np.nonzero(np.diff(padded_YX, axis=0)[:, 1:-1])
-  across_M4 = np.stack([x_M, y_M, x_M + 1, y_M], axis=-1)
-  y_M, x_M = np.nonzero(np.diff(padded_YX, axis=1)[1:-1])
-  down_M4 = np.stack([x_M, y_M, x_M, y_M + 1], axis=-1)
-  lines_M22 = np.concatenate([across_M4, down_M4]).reshape(-1, 2, 2)
   lines = LineCollection(
-    lines_M22 + (start, 0),
+    _borders(np.pad(seen_YX, 1)) + (start - 1, -1),
     colors=style.CHOSEN,
     linewidths=float(np.clip(6 / seen_YX.shape[1], 0.7, 1.5)),
     capstyle='projecting',
@@ -440,6 +429,15 @@ def _outline(axes, start, seen_YX):
     gid='outline',
   )
   axes.add_collection(lines, autolim=False)
+
+
+def _borders(cell_YX):
+  """Returns the lines [N, 2, 2] of x and y where cells differ that meet."""
+  y_N, x_N = np.nonzero(np.diff(cell_YX, axis=1))
+  down_N4 = np.stack([x_N + 1, y_N, x_N + 1, y_N + 1], axis=-1)
+  y_N, x_N = np.nonzero(np.diff(cell_YX, axis=0))
+  across_N4 = np.stack([x_N, y_N + 1, x_N + 1, y_N + 1], axis=-1)
+  return np.concatenate([down_N4, across_N4]).reshape(-1, 2, 2)
 
 
 def _heat_norm(value_HL):
