@@ -236,9 +236,10 @@ def run(
   rows = []
   for candidates, (name, config) in pairs:
     rows.append({'id': name} | _row(config, candidates, workdir / 'prove'))
+    cells = _cells(rows[-1])
     if len(rows) == 1:
-      print(_line(_COLUMNS))
-    print(_line(_cells(rows[-1])), flush=True)
+      print(_line(cells))
+    print(_line(cells.values()), flush=True)
     paths.write_bytes(workdir / 'prove.csv', tables.csv_text(rows).encode())
   large = [row for row in rows if not row['fits']]
   if large:
@@ -272,33 +273,27 @@ def _row(config, candidates, cache) -> dict:
   return row
 
 
-_COLUMNS = (
-  *('id', 'slice', 'mesh', 'GiB', 'products', '/model', 'again', 'sent MB'),
-  *('B/FLOP', 'compute ms', 'network ms', 'bound by', 'dense ms'),
-)
-
-
-def _cells(row: Mapping) -> list[str]:
-  """Returns the cells of a row, in the order of `_COLUMNS`."""
+def _cells(row: Mapping) -> dict[str, str]:
+  """Returns the cells of a row, by column."""
   dense = row['dense_step_seconds']
-  return [
-    row['id'],
-    row['topology'],
-    'x'.join(str(row[name]) for name in parallel.MESH_AXES),
-    _memory(row),
-    f'{row["products"]:.3e}',
-    f'{row["products_ratio"]:.3f}',
-    f'{row["again"] / max(1, row["products"]):.2f}',
-    f'{row["sent"] / 1e6:.0f}',
-    f'{row["bytes_per_flop"]:.1e}',
-    f'{1e3 * row["compute_seconds"]:.1f}',
-    f'{1e3 * row["network_seconds"]:.1f}',
-    row['bound'],
-    '-' if dense == '' else f'{1e3 * dense:.1f}',
-  ]
+  return {
+    'id': row['id'],
+    'slice': row['topology'],
+    'mesh': 'x'.join(str(row[name]) for name in parallel.MESH_AXES),
+    'GiB': _memory(row),
+    'products': f'{row["products"]:.3e}',
+    '/model': f'{row["products_ratio"]:.3f}',
+    'again': f'{row["again"] / max(1, row["products"]):.2f}',
+    'sent MB': f'{row["sent"] / 1e6:.0f}',
+    'B/FLOP': f'{row["bytes_per_flop"]:.1e}',
+    'compute ms': f'{1e3 * row["compute_seconds"]:.1f}',
+    'network ms': f'{1e3 * row["network_seconds"]:.1f}',
+    'bound by': row['bound'],
+    'dense ms': '-' if dense == '' else f'{1e3 * dense:.1f}',
+  }
 
 
-def _line(cells: Sequence[str]) -> str:
+def _line(cells: Iterable[str]) -> str:
   name, topology, *others = cells
   return f'{name:24}{topology:14}{"".join(cell.rjust(12) for cell in others)}'
 
