@@ -261,15 +261,13 @@ def save(
   path: str | os.PathLike,
   variables: Mapping[str, Any],
   config: DETRConfig,
-  *,
-  naming: Naming = 'timm',
 ) -> None:
   """Writes the weights of a model's dense twin as Hugging Face has them.
 
   Its DetrForObjectDetection can load the file, with a `config.json` beside it.
-  `naming` says whose backbone the names are of; published models have timm's.
+  The backbone's names are its own there; in published files they are timm's.
   """
-  entries = names(config, naming)
+  entries = names(config, 'huggingface')
   files.check_suffix(pathlib.Path(path))
   flat = arrays_lib.flatten(variables)
   shapes = arrays_lib.shapes_of(config.dense_twin())

@@ -350,9 +350,7 @@ def _write_processor(preprocess, folder, kind: str, **fields) -> None:
 
 def _detector(run, folder):
   config = run.config.dense_twin()
-  convert_detr.save(
-    folder / WEIGHTS, run.variables, config, naming='huggingface'
-  )
+  convert_detr.save(folder / WEIGHTS, run.variables, config)
   files.remove_others(folder, {WEIGHTS})
   names, preprocess = _names(run), run.preprocess
   files.write_json(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -31,6 +32,7 @@ CONFIG = DETRConfig(
   num_decoder_layers=3,
   backbone=ResNetConfig(stem=4, depths=(1, 2, 1, 1), widths=(2, 3, 4, 5)),
 )
+DERIVED = dataclasses.replace(CONFIG, image_size=(1333, 1333))
 
 
 def loaded(folder, config):
@@ -61,19 +63,13 @@ def test_logits_and_boxes_are_those_of_the_library():
 
 
 def test_the_config_that_a_folder_tells():
-  derived = dataclasses.replace(CONFIG, image_size=(1333, 1333))
-  assert convert.derive(FOLDER) == derived
+  assert convert.derive(FOLDER) == DERIVED
 
 
-@pytest.mark.parametrize('naming', ['huggingface', 'timm'])
-def test_there_and_back(tmp_path, naming):
+def test_there_and_back(tmp_path):
   path = tmp_path / 'model.safetensors'
-  convert.save(path, variables(), CONFIG, naming=naming)
-  found = files.read(path)
-  if naming == 'huggingface':
-    tiny.same(found, files.read(FOLDER))
-  else:
-    assert 'model.backbone.conv_encoder.model.layer2.1.bn3.running_var' in found
+  convert.save(path, variables(), CONFIG)
+  tiny.same(files.read(path), files.read(FOLDER))
   told = convert.their_config(CONFIG, ['cat', '', 'dog'])
   wanted = json.loads((FOLDER / 'config.json').read_text())
   for name, value in told.items():
@@ -85,8 +81,18 @@ def test_there_and_back(tmp_path, naming):
     *('N/A 3', 'N/A 4')
   ]
   (tmp_path / 'config.json').write_text(json.dumps(told))
-  derived = convert.derive(tmp_path)
-  assert derived == dataclasses.replace(CONFIG, image_size=(1333, 1333))
+  assert convert.derive(tmp_path) == DERIVED
+  tiny.same(loaded(tmp_path, CONFIG), variables())
+
+
+def test_a_backbone_in_the_names_of_timm(tmp_path):
+  own, timm = (convert.names(CONFIG, x) for x in ('huggingface', 'timm'))
+  renamed = {x.theirs: y.theirs for x, y in zip(own, timm, strict=True)}
+  arrays = {renamed.get(n, n): x for n, x in files.read(FOLDER).items()}
+  assert 'model.backbone.conv_encoder.model.layer2.1.bn3.running_var' in arrays
+  files.write(tmp_path / 'model.safetensors', arrays)
+  shutil.copy(FOLDER / 'config.json', tmp_path)
+  assert convert.derive(tmp_path) == DERIVED
   tiny.same(loaded(tmp_path, CONFIG), variables())
 
 
@@ -120,7 +126,7 @@ def test_routed_models_start_from_dense_weights(tmp_path):
   }
   for name in dense:
     np.testing.assert_array_equal(flat[name], dense[name])
-  convert.save(tmp_path / 'w.npz', routed, config, naming='huggingface')
+  convert.save(tmp_path / 'w.npz', routed, config)
   assert set(files.read(tmp_path / 'w.npz')) == set(files.read(FOLDER))
 
 
