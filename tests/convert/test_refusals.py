@@ -161,9 +161,11 @@ def save_lvvit(tmp):
   vit.save(tmp / 'new.npz', params, config, naming='lvvit')
 
 
-def save_llava(tmp, **fields):
+def save_llava(tmp, without=(), **fields):
   config = llava.derive(GOLDEN / 'vlm' / 'llava')
   params = tiny.arrays(llava.read(GOLDEN / 'vlm' / 'llava', config))
+  for name in without:
+    del params['projector'][name]
   llava.save(tmp / 'new.npz', params, config_lib.replace(config, fields))
 
 
@@ -263,6 +265,7 @@ TABLE = [
     *('residual_scale=0.5', 'another naming'),
   ),
   # Vision-language models.
+  (lambda t: save_llava(t, ['linear_2']), 'missing: linear_2/kernel'),
   (lambda t: save_llava(t, pooling=3), 'pooling=3', 'no file of its format'),
   (
     lambda t: save_llava(t, **{'tower.reduction': EViT(stages=(1,))}),
