@@ -270,18 +270,21 @@ class Attention(nn.Module):
       weight_BH1S = attention_map(q_BLHC[:, :1], k_BLGC, info.keep_BL)
       aux['attention'] = weight_BH1S.mean(axis=(1, 2))
     elif self.score == 'last':
-      aux['attention'] = _last_score(q_BLHC, k_BLGC, info)
+      aux['attention'] = _last_score(config, q_BLHC, k_BLGC, info)
     update_BLD = parallel.constrain(update_BLD, 'batch', 'length', 'act_embed')
     return BlockOutput(update_BLD, cache, aux)
 
 
-def _last_score(q_BLHC, k_BLGC, info: TokenInfo):
+def _last_score(config: AttentionConfig, q_BLHC, k_BLGC, info: TokenInfo):
   """Returns score_BL: what each row's last token of the prompt attends to."""
   asks_BL = info.of_kinds(tuple(kind for kind in KINDS if kind != 'answer'))
   seen_BL = jnp.cumsum(asks_BL[:, ::-1], axis=-1)[:, ::-1] > 0
   if info.valid_BL is not None:
     seen_BL &= info.valid_BL
   last_B = seen_BL.shape[1] - 1 - asks_BL[:, ::-1].argmax(axis=-1)
+  if config.window is not None:
+    position_B1 = jnp.take_along_axis(info.position_BL, last_B[:, None], axis=1)
+    seen_BL &= position_B1 - info.position_BL < config.window
   q_B1HC = jnp.take_along_axis(q_BLHC, last_B[:, None, None, None], axis=1)
   heads = q_BLHC.shape[2] // k_BLGC.shape[2]
   k_BLHC = jnp.repeat(k_BLGC, heads, axis=2)

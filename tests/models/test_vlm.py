@@ -201,8 +201,12 @@ def test_decoding_is_the_forward_pass(name):
     assert count == length + 1 - 8 + kept
 
 
-def test_fastv_drops_what_the_end_of_the_prompt_attends_to_least():
-  config, inputs, layers = chosen(FASTV)
+@pytest.mark.parametrize('window', [None, 4])
+def test_fastv_drops_what_the_end_of_the_prompt_attends_to_least(window):
+  config, inputs = routed(FASTV), placed()
+  language = dataclasses.replace(config.language, window=window)
+  config = dataclasses.replace(config, language=language)
+  layers = output(config, inputs).routing
   args, kwargs = inputs.inputs
   _, state = config.build().apply(
     variables(config), *args, **kwargs, mutable=['intermediates']
@@ -215,11 +219,21 @@ def test_fastv_drops_what_the_end_of_the_prompt_attends_to_least():
   for row, count in ((0, 8), (1, 4)):
     is_asked_L = inputs.valid_BL[row] & (inputs.kind_BL[row] != ANSWER)
     end = np.flatnonzero(is_asked_L)[-1]
-    logit_HS = np.einsum('HC,SHC->HS', q_BLHC[row, end], k_BLHC[row, : end + 1])
-    score_S = jax.nn.softmax(logit_HS / q_BLHC.shape[-1] ** 0.5).mean(axis=0)
+    start = 0 if window is None else end + 1 - window
+    seen = slice(start, end + 1)
+    logit_HS = np.einsum('HC,SHC->HS', q_BLHC[row, end], k_BLHC[row, seen])
+    # What is further back than the window gets no attention.
+    score_L = np.zeros(inputs.tokens_BL.shape[1])
+    logit_HS /= q_BLHC.shape[-1] ** 0.5
+    score_L[seen] = jax.nn.softmax(logit_HS).mean(axis=0)
     places = np.flatnonzero(inputs.kind_BL[row] == IMAGE)
     assert len(places) == count
-    best = places[np.argsort(score_S[places])[-count // 2 :]]
+    assert score_L[places].any()
+    np.testing.assert_allclose(
+      layers[0].score_BL[row, places], score_L[places], atol=1e-6
+    )
+    order = np.argsort(-score_L[places], kind='stable')
+    best = places[order[: count // 2]]
     np.testing.assert_array_equal(
       np.intersect1d(np.flatnonzero(first[row]), places), np.sort(best)
     )
