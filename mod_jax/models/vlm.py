@@ -258,7 +258,8 @@ class VLM(nn.Module):
 
     Args:
       tokens_BL: int token ids, of which `image_token` stands for each patch of
-        a picture.
+        a picture. Where there is a cache, and the tokens are no prompt and come
+        without pictures, it is a token as any other.
       images_BIHWC: float, normalised for the tower: up to I pictures of each
         row, first to last, and anything after them; None if no row has any.
         Where blocks choose among image tokens, a row has at most L - I · N
@@ -272,18 +273,24 @@ class VLM(nn.Module):
       **kwargs: as for `LanguageModel`.
     """
     config, size = self.config, self.config.tower.image_size
-    check_images(config, tokens_BL, images_BIHWC, valid_BL)
+    is_prompt = cache is None or prompt
+    # What a model adds itself stands for no picture, whatever its id.
+    has_placeholders = is_prompt or images_BIHWC is not None
+    if has_placeholders:
+      check_images(config, tokens_BL, images_BIHWC, valid_BL)
     if self.is_initializing() and images_BIHWC is None:
       images_BIHWC = jnp.zeros((len(tokens_BL), 1, size, size, 3))
     features_BND = None
     if images_BIHWC is not None and images_BIHWC.shape[1]:
       features_BND = self.look(images_BIHWC)
     if kind_BL is None:
-      kind = _DEFAULT if cache is None or prompt else _ADDED
+      kind = _DEFAULT if is_prompt else _ADDED
       kind_BL = jnp.full(tokens_BL.shape, kind, jnp.int32)
+    if has_placeholders:
+      kind_BL = jnp.where(tokens_BL == config.image_token, IMAGE, kind_BL)
     return self.language(
       tokens_BL,
-      kind_BL=jnp.where(tokens_BL == config.image_token, IMAGE, kind_BL),
+      kind_BL=kind_BL,
       features_BND=features_BND,
       valid_BL=valid_BL,
       cache=cache,

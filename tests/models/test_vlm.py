@@ -15,6 +15,7 @@ from mod_jax import config as config_lib
 from mod_jax import flops, trees
 from mod_jax.errors import UserError
 from mod_jax.layers.lora import LoRAConfig
+from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.layers.token_info import KINDS
 from mod_jax.models import lm, lora, vlm
@@ -199,6 +200,40 @@ def test_decoding_is_the_forward_pass(name):
   for capacity, count in zip(config.capacities, slots, strict=True):
     kept = 8 if capacity is None else max(1, int(round(8 * capacity, 9)))
     assert count == length + 1 - 8 + kept
+
+
+@pytest.mark.parametrize('name', ROUTED)
+def test_an_added_token_with_the_id_of_a_placeholder_is_as_any_other(name):
+  config, inputs = routed(ROUTED[name]), placed(side='left')
+  params = dict(variables(config)['params'])
+  embedding_VD = params['language']['embedding']
+  # The placeholder and token 3 are embedded alike: both go on in the same way.
+  embedding_VD = embedding_VD.at[config.image_token].set(embedding_VD[3])
+  params['language'] = params['language'] | {'embedding': embedding_VD}
+  values, model, mode = {'params': params}, config.build(), RoutingMode()
+  (count, length), (args, kwargs) = inputs.tokens_BL.shape, inputs.inputs
+  cache = lm.LMCache.empty(config, count, length + 4, mode, image_places=8)
+  cache = tiny.apply(model, values, *args, **kwargs, cache=cache).cache
+
+  def add(token, number):
+    """Returns logits after four tokens, so many of which are read at a time."""
+    logits, now = [], cache
+    for _ in range(0, 4, number):
+      tokens_BL = np.full((count, number), token)
+      out = tiny.apply(model, values, tokens_BL, cache=now)
+      assert all(layer.chosen_BL.all() for layer in out.routing)
+      assert all((layer.weight_BL == 1).all() for layer in out.routing)
+      logits.append(out.logits_BLV)
+      now = out.cache
+    return np.concatenate(logits, axis=1)
+
+  expected = add(3, 1)
+  np.testing.assert_allclose(add(15, 1), expected, atol=1e-4)
+  np.testing.assert_allclose(add(15, 4), expected, atol=1e-4)
+  # Nor is it refused outside of `jax.jit`, where ids are known.
+  args = np.full((count, 1), 15)
+  found = model.apply(values, args, cache=cache).logits_BLV
+  np.testing.assert_allclose(found, expected[:, :1], atol=1e-4)
 
 
 @pytest.mark.parametrize('window', [None, 4])
