@@ -112,7 +112,8 @@ def generate(
     end_token: id of the token after which a sequence stops.
     key: random key; may be None at temperature 0.
     max_length: number of tokens that the caches hold; prompt and new tokens by
-      default.
+      default. Where blocks choose among image tokens, each row takes places for
+      as many pictures as `images_BIHWC` has.
     draft: proposes tokens that the model verifies several at a time. It changes
       the speed, but neither the greedy text nor the distribution of samples.
   """
@@ -135,9 +136,7 @@ def generate(
   valid_BP = np.asarray(valid_BP, bool)
   lm.check_tokens(model.config, tokens_BP, valid_BP)
   tokens_BP = tokens_BP.astype(np.int32)
-  _check(
-    model.config, mode, valid_BP, prefill, max_new_tokens, max_length, end_token
-  )
+  _check(model.config, mode, valid_BP, prefill, max_new_tokens, end_token)
   require(
     key is not None or not temperature,
     'key=jax.random.key(…) to draw with, or temperature=0',
@@ -152,6 +151,11 @@ def generate(
     pictures = {'images_BIHWC': images_BIHWC, 'kind_BL': kind_BP}
     if images_BIHWC is not None:
       image_places = images_BIHWC.shape[1] * model.config.num_patches
+  if max_length is not None:
+    _check_room(
+      *(model.config, tokens_BP, valid_BP, image_places),
+      *(max_new_tokens, max_length),
+    )
   prefill_mode = mode
   if prefill == 'top_k' and model.config.num_routed and prompt > 1:
     prefill_mode = dataclasses.replace(mode, rule='top_k')
@@ -222,9 +226,7 @@ class _Options:
   draft: Draft | None
 
 
-def _check(
-  config, mode, valid_BP, prefill, max_new_tokens, max_length, end_token
-):
+def _check(config, mode, valid_BP, prefill, max_new_tokens, end_token):
   require(max_new_tokens >= 1, '1 or more', max_new_tokens=max_new_tokens)
   require(
     prefill in ('causal', 'top_k'), "'causal' or 'top_k'", prefill=prefill
@@ -241,10 +243,24 @@ def _check(
     lengths=lengths_B,
   )
   check_rule(config, mode)
-  longest = int(lengths_B.max())
+
+
+def _check_room(
+  config, tokens_BP, valid_BP, image_places, max_new_tokens, max_length
+):
+  """Raises UserError if prompts and new tokens do not fit `max_length`."""
+  counted_BP, kept, expected = valid_BP, 0, ''
+  kinds = config.routing.kinds if config.num_routed else None
+  if image_places and 'image' in (kinds or ()):
+    # For these places, routed blocks have only the slots of the image tokens
+    # that they choose: there, text of a row with fewer pictures finds no room.
+    counted_BP = valid_BP & (tokens_BP != config.image_token)
+    kept = image_places
+    expected = f', where each takes {kept} places for pictures beside its text'
+  longest = kept + int(counted_BP.sum(axis=-1).max())
   require(
-    max_length is None or longest + max_new_tokens <= max_length,
-    'prompt + max_new_tokens <= max_length, the size of the cache',
+    longest + max_new_tokens <= max_length,
+    f'prompt + max_new_tokens <= max_length, the size of the cache{expected}',
     prompt=longest,
     max_new_tokens=max_new_tokens,
     max_length=max_length,

@@ -17,10 +17,12 @@ from mod_jax.errors import UserError
 from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.reduction import EViT, ToMe
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.token_info import KINDS
 from mod_jax.models import lm, lora, vlm
 from mod_jax.models.vit import ViTConfig
 from mod_jax.pretrained.load import Run
+from mod_jax.sampling import generate
 
 DENSE = vlm.VLMConfig(
   tower=ViTConfig(
@@ -200,6 +202,39 @@ def test_decoding_is_the_forward_pass(name):
   for capacity, count in zip(config.capacities, slots, strict=True):
     kept = 8 if capacity is None else max(1, int(round(8 * capacity, 9)))
     assert count == length + 1 - 8 + kept
+
+
+def test_rows_with_fewer_pictures_have_room_for_their_text_or_are_refused():
+  # Ten tokens in each row: two pictures and two others, or text alone.
+  rows, images = [[15, 15, 1, 2], list(range(1, 11))], [PICTURES[:2], []]
+  inputs = vlm.place_images(DENSE, rows, images, side='left')
+
+  def run(config, **kwargs):
+    args, given = inputs.inputs
+    return generate(
+      *(config.build(), variables(config), args[0], given['valid_BL']),
+      **{'images_BIHWC': args[1], 'kind_BP': given['kind_BL']},
+      **{'max_new_tokens': 4, 'temperature': 0.0},
+      mode=config.decoding_mode,
+      **kwargs,
+    )
+
+  config = routed(PMOD)
+  expected, found = run(config), run(config, max_length=8 + 10 + 4)
+  np.testing.assert_array_equal(found.tokens_BN, expected.tokens_BN)
+  for name in ('log_prob_BN', 'prompt_log_prob_BP'):
+    np.testing.assert_allclose(
+      getattr(found, name), getattr(expected, name), atol=1e-4
+    )
+  assert found.overflow == 0
+  # A block that takes all tokens needs no more than a row has.
+  assert run(DENSE, max_length=10 + 4).overflow == 0
+  for name in ROUTED:
+    with pytest.raises(UserError, match='prompt=18, .* takes 8 places for pic'):
+      run(routed(ROUTED[name]), max_length=8 + 10 + 4 - 1)
+  for config in (DENSE, DENSE.with_parts(routing=MoDConfig())):
+    with pytest.raises(UserError, match='prompt=10, .* size of the cache\\.'):
+      run(config, max_length=10 + 4 - 1)
 
 
 @pytest.mark.parametrize('name', ROUTED)
