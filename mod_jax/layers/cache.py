@@ -25,6 +25,9 @@ class KVCache:
     length_B: int32 number of slots in use.
     limit_B: int32 number of slots that `room` assigns: all, or fewer for
       sequences shorter than the longest.
+    entered_BS: which tokens the feed-forward has processed, where it alone is
+      routed and its tokens are limited: then these are what `room` counts. None
+      elsewhere.
   """
 
   key_BGSC: jax.Array
@@ -32,6 +35,7 @@ class KVCache:
   position_BS: jax.Array
   length_B: jax.Array
   limit_B: jax.Array
+  entered_BS: jax.Array | None = None
 
   @classmethod
   def empty(
@@ -42,6 +46,8 @@ class KVCache:
     channels: int,
     dtype,
     limit_B: jax.Array | None = None,
+    *,
+    counts_entered: bool = False,
   ) -> 'KVCache':
     """Returns a cache without tokens; `limit_B=None` allows all slots."""
     if limit_B is None:
@@ -53,6 +59,7 @@ class KVCache:
       jnp.full((batch, slots), EMPTY, jnp.int32),
       jnp.zeros(batch, jnp.int32),
       limit_B,
+      jnp.zeros((batch, slots), bool) if counts_entered else None,
     )
 
   @property
@@ -78,15 +85,24 @@ class KVCache:
     # the whole cache for the scatter.
     group_G = jnp.arange(self.key_BGSC.shape[1])
     head_index = (rows_R[:, None, None], group_G, slot_RT[:, :, None])
-    return KVCache(
-      self.key_BGSC.at[head_index].set(key_RTGC, mode='drop'),
-      self.value_BGSC.at[head_index].set(value_RTGC, mode='drop'),
-      self.position_BS.at[index].set(position_RT, mode='drop'),
-      self.length_B.at[rows_R].add(
+    return self.replace(
+      key_BGSC=self.key_BGSC.at[head_index].set(key_RTGC, mode='drop'),
+      value_BGSC=self.value_BGSC.at[head_index].set(value_RTGC, mode='drop'),
+      position_BS=self.position_BS.at[index].set(position_RT, mode='drop'),
+      length_B=self.length_B.at[rows_R].add(
         valid_RT.sum(axis=-1, dtype=jnp.int32), mode='drop'
       ),
-      self.limit_B,
     )
+
+  def enter(self, position_BT: jax.Array, entered_BT: jax.Array) -> 'KVCache':
+    """Returns the cache where some of its tokens have entered, if it counts."""
+    if self.entered_BS is None:
+      return self
+    # The cache has all tokens so far: the slot of each is its position.
+    slot_BT = jnp.where(entered_BT, position_BT, self.slots)
+    row_B1 = jnp.arange(len(slot_BT))[:, None]
+    entered_BS = self.entered_BS.at[row_B1, slot_BT].set(True, mode='drop')
+    return self.replace(entered_BS=entered_BS)
 
   def read(
     self, rows_R: jax.Array | None
@@ -113,12 +129,17 @@ class KVCache:
   def before(self, position_B: jax.Array) -> 'KVCache':
     """Returns the cache without each sequence's tokens from a position on."""
     kept_BS = self.position_BS < position_B[:, None]
+    entered_BS = self.entered_BS
     return self.replace(
       position_BS=jnp.where(kept_BS, self.position_BS, EMPTY),
       length_B=kept_BS.sum(axis=-1, dtype=jnp.int32),
+      entered_BS=None if entered_BS is None else entered_BS & kept_BS,
     )
 
   def room(self, wanted_BT: jax.Array) -> jax.Array:
     """Returns which of the wanted tokens get a slot, in order."""
-    slot_BT = self.length_B[:, None] + jnp.cumsum(wanted_BT, axis=-1) - 1
+    used_B = self.length_B
+    if self.entered_BS is not None:
+      used_B = self.entered_BS.sum(axis=-1, dtype=jnp.int32)
+    slot_BT = used_B[:, None] + jnp.cumsum(wanted_BT, axis=-1) - 1
     return wanted_BT & (slot_BT < self.limit_B[:, None])

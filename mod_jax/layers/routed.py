@@ -296,34 +296,31 @@ class Layer(nn.Module):
       x_BLD = x_BLD + output.update_BLD
       return LayerOutput(x_BLD, output.cache, output.aux | source_aux, info)
 
-    decodes, given = cache is not None, (score_BL, router)
+    given = (score_BL, router)
     if part == 'block':
-      output = self._route(block, x_BLD, info, cache, decodes, *given)
+      output = self._route(block, x_BLD, info, cache, *given)
       return output.replace(aux=output.aux | source_aux)
     rest = block_of('mlp' if part == 'attention' else 'attention', 'rest')
     if part == 'attention':
-      first = self._route(block, x_BLD, info, cache, decodes, *given)
+      first = self._route(block, x_BLD, info, cache, *given)
       second = rest(first.x_BLD, info)
-      x_BLD = first.x_BLD + second.update_BLD
+      x_BLD, cache = first.x_BLD + second.update_BLD, first.cache
     else:
       first = rest(x_BLD, info, cache)
       x_BLD = x_BLD + first.update_BLD
-      second = self._route(block, x_BLD, info, None, decodes, *given)
-      x_BLD = second.x_BLD
+      second = self._route(block, x_BLD, info, first.cache, *given)
+      x_BLD, cache = second.x_BLD, second.cache
     aux = dict(first.aux)
     for kind, value in second.aux.items():
       aux[kind] = aux[kind] | value if kind in aux else value
-    return LayerOutput(x_BLD, first.cache, aux | source_aux)
+    return LayerOutput(x_BLD, cache, aux | source_aux)
 
-  def _route(
-    self, block, x_BLD, info, cache, decodes: bool, score_BL, router
-  ) -> LayerOutput:
+  def _route(self, block, x_BLD, info, cache, score_BL, router) -> LayerOutput:
     """Runs the block, or its routed half, on the chosen tokens.
 
-    `decodes` is whether tokens came before these; the feed-forward alone has no
-    cache that would tell.
+    If that is the feed-forward, the cache already has these tokens.
     """
-    config = self.config
+    config, decodes = self.config, cache is not None
     length = x_BLD.shape[1]
     mode, capacity = self.mode.routing, config.capacity
     by_kind = config.routing.kinds is not None
@@ -367,16 +364,24 @@ class Layer(nn.Module):
       else:
         output = self._run(block, x_BLD, info, routed, selection, None, count_B)
     else:
-      chosen_BL = requested_BL if cache is None else cache.room(requested_BL)
+      # A feed-forward alone adds nothing to the cache, which may count its
+      # tokens.
+      own = cache if config.caches_chosen else None
+      chosen_BL = requested_BL
+      if own is not None or cache.entered_BS is not None:
+        chosen_BL = cache.room(requested_BL)
       # Not where nearly every row has a token that enters.
       if length <= _SHORT and mode.chunk != 0 and not by_kind:
-        output = self._run_rows(block, x_BLD, info, routed, chosen_BL, cache)
+        output = self._run_rows(block, x_BLD, info, routed, chosen_BL, own)
       else:
-        slots = length if cache is None else cache.slots
+        slots = length if own is None else own.slots
         if top is not None:
           slots = min(slots, top.index_BK.shape[1])
         selection = routing.select_decided(chosen_BL, slots)
-        output = self._run(block, x_BLD, info, routed, selection, cache)
+        output = self._run(block, x_BLD, info, routed, selection, own)
+      if own is None:
+        cache = cache.enter(info.position_BL, chosen_BL)
+        output = output.replace(cache=cache)
     overflow_B = (requested_BL & ~chosen_BL).sum(axis=-1, dtype=jnp.int32)
     overflow_B += unplaced_B
     routed = routed.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)

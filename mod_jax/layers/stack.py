@@ -131,12 +131,14 @@ class StackConfig:
 
     def layer_cache(layer):
       attention = layer.block.attention
-      slots, limit_B = length, None
+      slots, limit_B, drops = length, None, False
+      if layer.routing is not None:
+        drops = mode.overflow == 'drop' and layer.routing.kinds is None
       if layer.caches_chosen:
         slots = layer.slots(mode, length, image_places)
-        drops = mode.overflow == 'drop' and layer.routing.kinds is None
-        if drops and length_B is not None:
-          limit_B = mode.row_slots(layer.capacity, length, length_B)
+      if drops:
+        count_B = jnp.full(batch, length) if length_B is None else length_B
+        limit_B = mode.row_slots(layer.capacity, length, count_B)
       return KVCache.empty(
         batch,
         slots,
@@ -144,6 +146,7 @@ class StackConfig:
         attention.head_dim,
         layer.block.dtype,
         limit_B,
+        counts_entered=drops and not layer.caches_chosen,
       )
 
     caches = tuple(map(layer_cache, self.layers))

@@ -33,8 +33,8 @@ class Generated:
       future: then its log-probabilities are not those of a causal model.
     routed: fraction of (token, routed layer) pairs that were processed, of the
       layers whose attention is routed.
-    overflow: number of such pairs that the rule chose but that got no slot,
-      including those of rejected draft tokens.
+    overflow: number of (token, routed layer) pairs that the rule chose but that
+      got no slot, including those of rejected draft tokens.
     passes: int32 number of forward passes of the model, including the prefill:
       one per new token, or fewer with a draft.
   """

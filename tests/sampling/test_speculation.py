@@ -27,6 +27,9 @@ MOD = dataclasses.replace(
   tied_head=False,
   routing=MoDConfig(capacity=0.4, offset=1),
 )
+OF_MLP = dataclasses.replace(
+  MOD, routing=dataclasses.replace(MOD.routing, part='mlp')
+)
 DENSE = dataclasses.replace(MOD, routing=None)
 EXACT = RoutingMode(rule='router', chunk=2)
 DROP = RoutingMode(rule='router', overflow='drop', slack=1.0)
@@ -58,6 +61,7 @@ CASES = {
   'early, exact': (MOD, EXACT, Draft(kind='early', layers=2, tokens=2)),
   'never, drop': (MOD, DROP, Draft(kind='never')),
   'lookup, drop': (MOD, DROP, Draft(kind='lookup')),
+  'lookup, drop of feed-forwards': (OF_MLP, DROP, Draft(kind='lookup')),
   'early, dense': (DENSE, EXACT, Draft(kind='early', layers=2, tokens=1)),
 }
 
@@ -65,7 +69,7 @@ CASES = {
 class TestGreedy:
   @pytest.mark.parametrize(
     'name',
-    [*list(CASES)[:3], pytest.param('early, dense', marks=pytest.mark.slow)],
+    [*list(CASES)[:4], pytest.param('early, dense', marks=pytest.mark.slow)],
   )
   def test_the_text_is_that_without_a_draft(self, name):
     config, mode, draft = CASES[name]

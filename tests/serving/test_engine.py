@@ -45,6 +45,7 @@ def make(config, **kwargs):
   scope='module',
   params=[
     'drop',
+    pytest.param('drop of feed-forwards', marks=pytest.mark.slow),
     pytest.param('scanned', marks=pytest.mark.slow),
     pytest.param('staged', marks=pytest.mark.slow),
     pytest.param('experts choose', marks=pytest.mark.slow),
@@ -52,6 +53,9 @@ def make(config, **kwargs):
 )
 def engine(request):
   config, mode = MOD, MODES.get(request.param)
+  if request.param == 'drop of feed-forwards':
+    routing = dataclasses.replace(MOD.routing, part='mlp')
+    config, mode = dataclasses.replace(MOD, routing=routing), MODES['drop']
   if request.param == 'scanned':
     # With adaptive feed-forwards, which a routed block runs on a few rows.
     config = dataclasses.replace(
