@@ -71,48 +71,47 @@ def _saved(config, length, frozen) -> int:
   """Returns the FLOPs of training that frozen parameters save."""
   names = trees.flatten(protocol.shapes(config)['params'])
   trained = [name for name in names if not frozen(name)]
+  table = [(row.split()[0], parts) for row, parts in _table(config, length)]
+  starts = {row: config.row_prefixes(row) for row, _ in table}
+  known = tuple(start for row in starts.values() for start in row)
   # Gradients pass through a row of the table if it, or one before, is trained.
-  # Scanned layers are trained together.
-  reached = any(not re.match(_ROWS, name) for name in trained)
+  # Parameters of no row come before all.
+  reached = any(not name.startswith(known) for name in trained)
   saved = 0
-  for row, parts in _table(config, length):
-    row = row.split()[0]
-    reached |= any(name.startswith(f'{row}/') for name in trained)
+  for row, parts in table:
+    trained_here = [name for name in trained if name.startswith(starts[row])]
+    reached |= bool(trained_here)
     if not reached:
       saved += 2 * products(parts)
-      continue
-    for name, count in _weight_flops(config, length, row, parts).items():
-      saved += count * frozen(name)
+    elif re.search(_BLOCK, row):
+      for name, count in _weight_flops(config, length, row).items():
+        saved += count * frozen(name)
+    elif row != 'tower' and not any(
+      re.search(_WEIGHTS, name) for name in trained_here
+    ):
+      # Such a row is trained as a whole, or not at all. All of its products are
+      # with weights, unlike a tower's.
+      saved += products(parts)
   return saved
 
 
-# Parameters that belong to a row of the table; the others come before.
-_ROWS = (
-  r'(tower|projector|language/embedding'
-  r'|(language/)?(block_\d+|prediction_\d+|head\w*|norm))(/|$)'
-)
+# The row of a block: what stands before all names of its stack, and its number.
+_BLOCK = r'^(|.+/)block_(\d+)$'
+# Parameters that enter matrix products.
+_WEIGHTS = r'(^|/)(kernel|embedding)$'
 
 
-def _weight_flops(config, length, row, parts) -> dict[str, int]:
-  """Returns the FLOPs of products with a row's larger parameters, by name."""
-  if row in ('tower', 'projector'):  # Trained as a whole, or not at all.
-    return {}
-  inner, of_text = '', config
-  if isinstance(config, VLMConfig):
-    inner, of_text = 'language/', config.language
-    row = row.removeprefix(inner)
-  block = re.fullmatch(r'block_(\d+)', row)
-  if block is None:
-    tied = isinstance(of_text, LMConfig) and of_text.tied_head
-    kernels = {'embed': 'patch/kernel', 'head': 'head/kernel'}
-    name = kernels.get(row, f'{row}/linear_0/kernel')
-    return {inner + ('embedding' if tied else name): products(parts)}
-  i = int(block[1])
-  stack, prefix = config.stack, inner + row
+def _weight_flops(config, length, row) -> dict[str, int]:
+  """Returns the FLOPs of products with a block's larger parameters, by name."""
+  inner, i = re.match(_BLOCK, row).groups()
+  stack, i, before = config.stack, int(i), 0
+  if inner == 'decoder/':  # Of a `DETR`, whose encoder's blocks come before.
+    stack, before = config.decoder, len(stack.layers)
+  prefix = row
   if stack.scan:
     prefix = f'{inner}layers/block_{i % stack.period}'
   tokens, whole = (
-    x.tokens_per_block(*_arguments(config, length))[i]
+    x.tokens_per_block(*_arguments(config, length))[before + i]
     for x in (config, config.dense_twin())
   )
   counts = {}
@@ -120,6 +119,8 @@ def _weight_flops(config, length, row, parts) -> dict[str, int]:
   of_attention, of_mlp = layer.halves(tokens, whole)
   for name, slot in layer.block.slots.items():
     entering = of_mlp if name == 'mlp' else of_attention
+    if name in ('cross_attention/key', 'cross_attention/value'):
+      entering = layer.source_tokens(config.num_tokens)
     counts |= slot.weight_flops(f'{prefix}/{name}', entering)
   return counts
 

@@ -15,10 +15,15 @@ from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.routed import LayerConfig
-from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.layers.slots import Slot
+from mod_jax.layers.stem import ConvStemConfig
+from mod_jax.models.detr import DETRConfig
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.models.vlm import VLMConfig
+from mod_jax.models.wav2vec2 import CONVOLUTIONS, Wav2Vec2Config
 
 MOD = MoDConfig(capacity=0.125)
 
@@ -131,6 +136,120 @@ class TestParts:
         config, length, lambda name: 'mlp/' in name and 'block_1' in name
       )
       assert saved == (routed if part == 'mlp' else dense)['mlp']
+
+
+class TestFrozen:
+  """What is frozen needs no gradient, and what lies below it no pass."""
+
+  detr = DETRConfig(
+    image_size=(16, 16),
+    num_classes=5,
+    num_queries=6,
+    backbone=ConvStemConfig(width=8),
+    patch_size=2,
+    num_layers=2,
+    num_decoder_layers=2,
+    width=16,
+    num_heads=2,
+    mlp_dim=32,
+  )
+  speech = Wav2Vec2Config(num_layers=2, width=32, num_heads=2)
+  # Reads a picture and six other tokens.
+  sees = VLMConfig(
+    tower=ViTConfig(
+      image_size=4, patch_size=2, num_layers=2, width=8, num_heads=2
+    ),
+    language=dataclasses.replace(tiny.LM, num_layers=4),
+  )
+  pruned = DynamicViTConfig(backbone=tiny.VIT, stages=(1,))
+  lengths = {Wav2Vec2Config: (20,), VLMConfig: (10, 1)}
+
+  def rows(self, config):
+    """Returns the forward FLOPs of each row."""
+    table = config.flops_table(*self.lengths.get(type(config), ()))
+    return {row.split()[0]: flops.products(parts) for row, parts in table}
+
+  def below(self, config, *rows):
+    """Returns the forward FLOPs of the rows whose names begin so."""
+    found = self.rows(config)
+    return sum(found[row] for row in found if row.startswith(rows))
+
+  def saved(self, config, frozen):
+    """Returns what frozen parameters save, by a pattern of their names."""
+    length = self.lengths.get(type(config))
+    return flops.train(config, length) - flops.train(
+      config, length, lambda name: bool(re.search(frozen, name))
+    )
+
+  @pytest.mark.parametrize('config', [detr, speech, sees, pruned])
+  def test_nothing_and_all(self, config):
+    assert self.saved(config, '^$') == 0
+    assert self.saved(config, '.') == 2 * sum(self.rows(config).values())
+
+  @pytest.mark.parametrize(
+    ('frozen', 'below'),
+    [
+      ('^backbone/', ['backbone']),
+      ('^(backbone|project)/', ['backbone', 'embed']),
+      (
+        '^(backbone|project|encoder/block_0)/',
+        ['backbone', 'embed', 'encoder/block_0'],
+      ),
+      ('^(backbone|project|encoder)/', ['backbone', 'embed', 'encoder']),
+      ('^(?!classes|box)', ['backbone', 'embed', 'encoder', 'decoder']),
+    ],
+  )
+  def test_gradients_stop_at_the_first_trained_row_of_detr(self, frozen, below):
+    assert self.saved(self.detr, frozen) == 2 * self.below(self.detr, *below)
+
+  def test_queries_are_trained_through_a_frozen_decoder(self):
+    width, tokens, queries = 16, self.detr.num_tokens, 6
+    pairs = 2 * 4 * width * queries * (queries + tokens)
+    weights = self.below(self.detr, 'decoder', 'head') - pairs
+    below = self.below(self.detr, 'backbone', 'embed', 'encoder')
+    assert self.saved(self.detr, '^(?!queries)') == 2 * below + weights
+
+  def test_keys_of_the_memory_that_is_read(self):
+    config = dataclasses.replace(
+      self.detr, routing=VisionRoutingConfig(), routed=('memory',)
+    )
+    tokens = config.num_tokens + config.num_tokens // 2
+    saved = self.saved(config, '^decoder/.*/cross_attention/key/')
+    assert saved == 2 * 16**2 * tokens
+
+  def test_convolutions_over_a_waveform(self):
+    below = self.below(self.speech, 'convolutions')
+    assert self.saved(self.speech, CONVOLUTIONS) == 2 * below
+    below = self.below(self.speech, 'convolutions', 'embed')
+    frozen = '^(conv_|feature_norm|project|mask_|position_conv|norm)'
+    assert self.saved(self.speech, frozen) == 2 * below
+
+  @pytest.mark.parametrize('scan', [False, True])
+  def test_text_with_pictures(self, scan):
+    language = dataclasses.replace(self.sees.language, scan_layers=scan)
+    config = dataclasses.replace(self.sees, language=language)
+    below = self.below(config, 'tower', 'projector')
+    assert self.saved(config, '^(tower|projector)/') == 2 * below
+    # The embedding, which is the head as well, is trained through all blocks.
+    pairs = 4 * 4 * 8 * 10 * 11 // 2
+    weights = self.below(config, 'language/block') - pairs
+    frozen = '^(?!language/embedding)'
+    assert self.saved(config, frozen) == 2 * below + weights
+
+  def test_heads_that_predict_what_remains(self):
+    below = self.below(self.pruned, 'embed', 'block_0')
+    assert self.saved(self.pruned, '^(?!prediction_0|block_1|norm|head)') == (
+      2 * below
+    )
+
+  def test_a_shared_router_is_that_of_the_first_routed_block(self):
+    routing = MoDConfig(capacity=0.5, shared_router=True)
+    config = self.sees.with_parts(routing=routing)
+    own = self.sees.with_parts(routing=MoDConfig(capacity=0.5))
+    saved = self.saved(config, '^(?!language/router)')
+    assert saved == self.saved(own, '^(?!language/block_1/router)')
+    below = self.below(config, 'tower', 'projector', 'language/block_0')
+    assert 2 * below < saved < 2 * sum(self.rows(config).values())
 
 
 _WIDE = {'width': 1024, 'num_heads': 8, 'num_layers': 2, 'vocab_size': 512}

@@ -114,6 +114,17 @@ class StackConfig:
       )
     ]
 
+  def prefixes(self, layer: int) -> tuple[str, ...]:
+    """Returns how the names of a layer's parameters begin.
+
+    Scanned layers are trained together. A router that layers share counts as
+    the first one's of them.
+    """
+    if self.scan:
+      return ('layers/', 'router/')
+    routed = [i for i, c in enumerate(self.capacities) if c is not None]
+    return (f'block_{layer}/', *('router/',) * (routed[:1] == [layer]))
+
   def caches(
     self,
     batch: int,

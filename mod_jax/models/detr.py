@@ -197,7 +197,7 @@ class DETRConfig(StackedConfig):
       table = stack.flops_table(length, **kwargs)
       for layer, (name, parts) in zip(stack.layers, table, strict=True):
         count = norms * norm_flops(layer.tokens(length), self.width)
-        yield f'{prefix}_{name}', dict(Counter(parts) + Counter(norm=count))
+        yield f'{prefix}/{name}', dict(Counter(parts) + Counter(norm=count))
 
     if isinstance(self.backbone, ResNetConfig):
       backbone = self.backbone.flops(*self.image_size)
@@ -221,6 +221,15 @@ class DETRConfig(StackedConfig):
         },
       ),
     ]
+
+  def row_prefixes(self, row):
+    if '/block_' in row:
+      stack, layer = row.split('/block_')
+      names = getattr(self, stack).prefixes(int(layer))
+      queries = ('queries',) * (row == 'decoder/block_0')
+      return (*(f'{stack}/{name}' for name in names), *queries)
+    rows = {'embed': ('project/',), 'head': ('norm/', 'classes/', 'box_')}
+    return rows.get(row, (f'{row}/',))
 
 
 @flax.struct.dataclass

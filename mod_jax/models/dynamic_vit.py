@@ -198,6 +198,9 @@ class DynamicViTConfig:
     rows.append(('head', backbone.head_flops(self.kept[-1])))
     return rows
 
+  def row_prefixes(self, row):
+    return self.backbone.row_prefixes(row)
+
   def prediction_flops(self, patches: int) -> int:
     """Returns the forward FLOPs of one prediction head."""
     sizes = PredictionHead.sizes(self.backbone.width)

@@ -242,6 +242,10 @@ class LMConfig(StackedConfig):
       ('head', {'head': 2 * length * self.width * self.vocab_size}),
     ]
 
+  def row_prefixes(self, row):
+    reads = row == 'block_0' or row == 'head' and self.tied_head
+    return super().row_prefixes(row) + ('embedding',) * reads
+
 
 @flax.struct.dataclass
 class LMCache:

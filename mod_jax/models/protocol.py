@@ -59,6 +59,13 @@ class ModelConfig(Protocol):
   def flops_table(self, *length: int) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for one sequence or image."""
 
+  def row_prefixes(self, row: str) -> tuple[str, ...]:
+    """Returns how the names of a row's parameters in `flops_table` begin.
+
+    `row` is the first word of its name. Parameters of no row count as if they
+    came before all rows.
+    """
+
 
 def shapes(config: ModelConfig) -> dict[str, Any]:
   """Returns the shapes of a model's variables, by collection."""
@@ -101,6 +108,13 @@ class StackedConfig:
   def tokens_per_block(self, *length: int) -> tuple[int, ...]:
     """Returns how many of a sequence's tokens each block processes."""
     return self.stack.tokens_per_block(*length)
+
+  def row_prefixes(self, row: str) -> tuple[str, ...]:
+    """Returns how the names of a row's parameters in `flops_table` begin."""
+    if row.startswith('block_'):
+      return self.stack.prefixes(int(row.removeprefix('block_')))
+    # Heads of other tokens have names that begin alike.
+    return ('head', 'norm/') if row == 'head' else (f'{row}/',)
 
   def dense_twin(self):
     """Returns the same model without any of its parts."""

@@ -225,6 +225,11 @@ class ViTConfig(StackedConfig):
       ('head', self.head_flops(left - self.num_prefix)),
     ]
 
+  def row_prefixes(self, row):
+    if row == 'embed':
+      return ('stem/', 'patch/')
+    return super().row_prefixes(row)
+
 
 def norm_flops(tokens: int, width: int) -> int:
   """Returns a layer norm's FLOPs: 2 per MAC of published tables."""

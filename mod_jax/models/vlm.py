@@ -203,6 +203,12 @@ class VLMConfig(StackedConfig):
       *((f'language/{name}', parts) for name, parts in of_language),
     ]
 
+  def row_prefixes(self, row):
+    inner = row.removeprefix('language/')
+    if inner == row:
+      return (f'{row}/',)
+    return tuple(f'language/{x}' for x in self.language.row_prefixes(inner))
+
 
 class Projector(nn.Module):
   """x_BND -> x_BND of another width: linear, exact GELU, linear."""

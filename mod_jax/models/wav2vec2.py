@@ -152,6 +152,16 @@ class Wav2Vec2Config(StackedConfig):
       ('head', {'head': 2 * length * self.width * self.vocab_size}),
     ]
 
+  def row_prefixes(self, row):
+    rows = {
+      'convolutions': ('conv_',),
+      'embed': ('feature_norm/', 'project/', 'mask_', 'position_conv/'),
+      'head': ('head/',),
+    }
+    # The norm stands before the layers if they are post-norm, or after them.
+    rows['embed' if self.variant == 'group' else 'head'] += ('norm/',)
+    return rows.get(row) or super().row_prefixes(row)
+
 
 @flax.struct.dataclass
 class Wav2Vec2Output(StackedOutput):
