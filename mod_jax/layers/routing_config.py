@@ -58,7 +58,8 @@ class RoutingConfig:
   # Kinds of token, of `token_info.KINDS`, among which a block chooses; None =
   # all tokens. Capacity is the fraction of these; tokens of other kinds always
   # enter, with weight 1, and so does what a model adds to a prompt. Choices are
-  # by top-k under any rule, since nothing that is chosen is still to come.
+  # by top-k under any rule, since nothing that is chosen is still to come. Only
+  # the tokens of text with pictures (`VLMConfig`) have kinds.
   kinds: tuple[Literal['image', 'text', 'question'], ...] | None = None
   # Standard deviation of the learned router's initial weights; at 0 all tokens
   # start with the same score.
@@ -344,6 +345,16 @@ class VisionRoutingConfig(RoutingConfig):
     'attention'
   )
   keep_class_token: bool = False  # Always choose the class token.
+
+  def __post_init__(self):
+    super().__post_init__()
+    config_lib.check(
+      self,
+      self.kinds is None,
+      'None, since only the tokens of text with pictures (VLMConfig) have'
+      ' kinds: leave it out',
+      'kinds',
+    )
 
   def capacities(self, num_layers: int) -> tuple[float | None, ...]:
     """Returns each block's capacity; None for a block that is not routed."""

@@ -275,6 +275,12 @@ class ExperimentConfig(RunConfig):
         f'{data.image_size}: a model takes images of one size, so set both to'
         ' the same.'
       )
+    kinds = model.routing and model.routing.kinds
+    if isinstance(model, LMConfig) and kinds is not None:
+      yield (
+        f'model.routing.kinds={kinds} and model=LMConfig: only the tokens of'
+        ' text with pictures (VLMConfig) have kinds, so leave kinds out.'
+      )
     taught = objective or PruningObjective()
     if (
       expected is PruningObjective

@@ -102,6 +102,10 @@ TABLE = [
     *("gate='none'", 'gradient'),
   ),
   (
+    lambda: VisionRoutingConfig(kinds=('image',)),
+    *("kinds=('image',)", 'expected None', 'leave it out'),
+  ),
+  (
     lambda: VisionRoutingConfig(layers=(3, 12)).capacities(12),
     *('(3, 12)', 'from 0 to 11'),
   ),

@@ -112,6 +112,9 @@ REFUSED = {
   'objective.static_learners=3 … model.adaptive.num_learners=2': (
     lambda _: acm('end_to_end', static_learners=3)
   ),
+  "model.routing.kinds=('question',) and model=LMConfig … leave kinds out": (
+    lambda _: run(ROUTED_LM, **{'model.routing.kinds': ('question',)})
+  ),
   'model.image_size=12 and data.image_size=8 … set both': (
     lambda _: run(sized(image_size=12), data=ImageDataConfig(image_size=8))
   ),
