@@ -25,10 +25,16 @@ from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.resnet import ResNet, ResNetConfig, halved
 from mod_jax.layers.routing_config import VisionRoutingConfig
+from mod_jax.layers.scores import Learned
 from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.layers.stem import ConvStem, ConvStemConfig
 from mod_jax.layers.token_info import Source
-from mod_jax.models.protocol import StackedConfig, StackedOutput
+from mod_jax.models.protocol import (
+  StackedConfig,
+  StackedOutput,
+  check_encoder,
+  check_no_class_token,
+)
 from mod_jax.models.vit import norm_flops
 
 # Layers of the box head.
@@ -92,6 +98,19 @@ class DETRConfig(StackedConfig):
       'width',
     )
     check(self.routed, 'at least one part', 'routed')
+    check_no_class_token(self.routing)
+    if self.routing is not None and 'memory' in self.routed:
+      scorer = self.routing.scorer
+      for name, is_set in (
+        ('shared_router', isinstance(scorer, Learned) and scorer.shared),
+        ('per_sequence', self.routing.per_sequence),
+      ):
+        require(
+          not is_set,
+          f"{name}=False, or routed=('encoder', 'queries'), since each decoder"
+          ' layer chooses tokens of the memory for itself',
+          **{f'routing.{name}': is_set, 'routed': self.routed},
+        )
     rows, columns = self.grid
     check(
       min(rows, columns) >= 1,
@@ -264,6 +283,7 @@ class DETR(nn.Module):
 
   def setup(self):
     config = self.config
+    check_encoder(self.mode)
     if isinstance(config.backbone, ResNetConfig):
       self.backbone = ResNet(config.backbone, dtype=config.dtype)
     else:

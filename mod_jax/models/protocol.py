@@ -136,6 +136,15 @@ def check_encoder(mode: Mode) -> None:
   )
 
 
+def check_no_class_token(routing: RoutingConfig | None) -> None:
+  """Raises UserError if a model without a class token is to choose it."""
+  require(
+    routing is None or not routing.keep_class_token,
+    'keep_class_token=False, since this model has no class token',
+    **{'routing.keep_class_token': True},
+  )
+
+
 class StackedOutput:
   """Base of outputs of such models; `aux` holds the aux of each layer."""
 

@@ -26,7 +26,12 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.layers.token_info import TokenInfo, count_positions
-from mod_jax.models.protocol import StackedConfig, StackedOutput, check_encoder
+from mod_jax.models.protocol import (
+  StackedConfig,
+  StackedOutput,
+  check_encoder,
+  check_no_class_token,
+)
 
 # Pattern of the parameters that are frozen when a pretrained model is tuned.
 CONVOLUTIONS = r'^conv_(norm_)?\d+/'
@@ -76,6 +81,7 @@ class Wav2Vec2Config(StackedConfig):
       'one number of each for every convolution',
       *convolutions,
     )
+    check_no_class_token(self.routing)
     _ = self.stack  # Raises if routing and so on do not fit the layers.
 
   @functools.cached_property

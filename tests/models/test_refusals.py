@@ -18,15 +18,28 @@ from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.acm import acmize
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMCache, LMConfig
 from mod_jax.models.vit import resize_positions
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 
 vit = functools.partial(dataclasses.replace, tiny.VIT)
 AMOD = vit(routing=VisionRoutingConfig(capacity=0.5))
 PRUNED = DynamicViTConfig(backbone=tiny.VIT, stages=(0, 1))
 pruned = functools.partial(dataclasses.replace, PRUNED)
+DETR = DETRConfig(
+  image_size=(8, 8),
+  num_queries=4,
+  backbone=ConvStemConfig(width=4, depth=1, halvings=1),
+  num_layers=2,
+  num_decoder_layers=2,
+  width=8,
+  num_heads=2,
+  mlp_dim=8,
+)
+detr = functools.partial(dataclasses.replace, DETR)
 ADAPTIVE = AdaptiveConfig(num_learners=2)
 NO_DECAY = ExpertsConfig(num_experts=2, choice='expert')
 
@@ -111,6 +124,30 @@ def adapted(model=tiny.VIT, **options):
       pruned,
       {'stages': (0,), 'score': 'structural', 'backbone': AMOD},
       "score='structural': .*backbone.routing=None",
+    ),
+    (
+      detr,
+      {'routing': VisionRoutingConfig(keep_class_token=True)},
+      'keep_class_token=True: .*no class token',
+    ),
+    (
+      Wav2Vec2Config,
+      {'routing': VisionRoutingConfig(keep_class_token=True)},
+      'keep_class_token=True: .*no class token',
+    ),
+    (
+      detr,
+      {'routing': VisionRoutingConfig(score='learned', shared_router=True)},
+      r"shared_router=True, routed=.*routed=\('encoder', 'queries'\)",
+    ),
+    (
+      detr,
+      {
+        'routing': VisionRoutingConfig(
+          score='learned', per_sequence=True, balance_loss=0.01
+        )
+      },
+      r"per_sequence=True, routed=.*routed=\('encoder', 'queries'\)",
     ),
     (adapted, {'num_learners': 3}, 'num_learners=3, hidden=32: .*divide'),
     (adapted, {'num_learners': 16}, 'num_learners=16, .*hidden unit'),
@@ -219,6 +256,10 @@ IMAGES = tiny.images(B)
     (lambda: call(tiny.VIT, IMAGES[:, :4]), r'expected \[batch, 8, 8, 3\]; r'),
     (
       lambda: call(AMOD, IMAGES, build={'routing': RoutingMode(rule='router')}),
+      "rule='router': .*'top_k'.*whole input",
+    ),
+    (
+      lambda: call(DETR, IMAGES, build={'routing': RoutingMode(rule='router')}),
       "rule='router': .*'top_k'.*whole input",
     ),
     (
