@@ -322,6 +322,8 @@ def routing_losses(
   parameters.
   """
   pairs, metric_sums = [], {}
+  # Attention is no router, nor is a score that ignores the tokens.
+  has_router = config.scorer.gates and not config.scorer.needs_attention
   for routed in layers:
     among_BL = routed.candidate_BL
     among_BL = valid_BL if among_BL is None else among_BL
@@ -330,7 +332,7 @@ def routing_losses(
       ('predictor', 1.0, routed.predictor_BL),
     ):
       by_kind = config.kinds is not None and logit_BL is not None and weight
-      if not by_kind and rule not in config.causal_rules:
+      if not (by_kind and has_router) and rule not in config.causal_rules:
         continue
       total, count = losses.choice_bce(logit_BL, routed.top_k_BL, among_BL)
       pairs.append((weight * total / len(layers), count))

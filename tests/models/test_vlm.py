@@ -23,6 +23,7 @@ from mod_jax.models import lm, lora, vlm
 from mod_jax.models.vit import ViTConfig
 from mod_jax.pretrained.load import Run
 from mod_jax.sampling import generate
+from mod_jax.tasks import plain
 
 DENSE = vlm.VLMConfig(
   tower=ViTConfig(
@@ -410,6 +411,20 @@ def test_the_model_refuses_what_was_not_placed():
     config.build().apply(
       variables(config), jnp.ones((1, 6), int), PICTURES[None, :1]
     )
+
+
+@pytest.mark.parametrize(
+  'score', ['learned', 'last_attention', 'gaussian', 'stride']
+)
+def test_only_a_learned_router_has_a_loss_of_its_choice(score):
+  _, inputs, layers = chosen(PMOD)
+  config = MoDConfig(kinds=('image',), score=score)
+  pairs, metrics = plain.routing_losses(config, layers, inputs.valid_BL)
+  learned = score == 'learned'
+  assert len(pairs) == len(layers) * learned
+  assert set(metrics) == (
+    {'router/bce', 'router/accuracy'} if learned else set()
+  )
 
 
 @pytest.mark.parametrize(
