@@ -180,17 +180,28 @@ def report(
     twin = products(dense.get(layer.split()[0], {}))
     rows.append(cells(layer, parts, twin))
   rows.append(cells('total', sums, dense_total))
-  chosen = [
-    f'block {i}: {count}'
-    for i, count in enumerate(config.tokens_per_block(*args))
-    if count != num_tokens
-  ]
+  # By how many the dense twin's block processes: in a decoder, queries.
+  fewer = {}
+  for i, (count, whole) in enumerate(
+    zip(
+      config.tokens_per_block(*args),
+      config.dense_twin().tokens_per_block(*args),
+      strict=True,
+    )
+  ):
+    blocks = fewer.setdefault(whole, [])
+    if count != whole:
+      blocks.append(f'block {i}: {count}')
+  processed = '; '.join(
+    f'{", ".join(blocks) or "all"} of {whole}'
+    for whole, blocks in fewer.items()
+  )
   lines = [
     f'FLOPs of a forward pass over one {row_name} of {num_tokens} tokens'
     ' (matrix products, multiply-add = 2), in MFLOPs',
     *tables.aligned(rows),
     '',
-    f'tokens processed    {", ".join(chosen) or "all"} of {num_tokens}',
+    f'tokens processed    {processed}',
     *_expert_lines(config, num_tokens),
     f'parameters          {params:,}',
     f'forward             {total:.4e} FLOPs = {total / 2:.4e} MACs',

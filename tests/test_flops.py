@@ -412,6 +412,18 @@ class TestReport:
       6 * params * length, rel=1e-4
     )
 
+  def test_queries_of_a_decoder_are_counted_apart(self):
+    line = next(
+      x
+      for x in flops.report(TestFrozen.detr).splitlines()
+      if x.startswith('tokens processed')
+    )
+    assert line.endswith('all of 16; all of 6')
+    routed = dataclasses.replace(
+      TestFrozen.detr, routing=VisionRoutingConfig(capacity=0.5)
+    )
+    assert 'block 1: 8 of 16; block 3: 3 of 6' in flops.report(routed)
+
   def test_a_dense_model_has_ratio_one(self):
     report = flops.report(self.config.dense_twin(), 10)
     assert 'router' not in report
