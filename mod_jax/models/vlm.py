@@ -172,7 +172,9 @@ class VLMConfig(StackedConfig):
 
   def example(self) -> jax.Array:
     """Returns a minimal input to initialise the model with."""
-    return self.language.example()
+    # No placeholder: the model looks at a picture of its own.
+    other = (self.image_token + 1) % self.language.vocab_size
+    return jnp.full_like(self.language.example(), other)
 
   def tokens_per_block(self, length: int, images: int = 1) -> tuple[int, ...]:
     """Returns how many of a row's tokens each block processes.

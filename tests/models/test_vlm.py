@@ -413,6 +413,15 @@ def test_the_model_refuses_what_was_not_placed():
     )
 
 
+def test_an_example_has_no_placeholder():
+  """So that `init` may be called with it outside of `jax.jit` as well."""
+  for image_token in (0, 15):
+    config = dataclasses.replace(DENSE, image_token=image_token)
+    example = config.example()
+    vlm.check_images(config, example, None, None)
+    lm.check_tokens(config.language, example)
+
+
 @pytest.mark.parametrize(
   'score', ['learned', 'last_attention', 'gaussian', 'stride']
 )
