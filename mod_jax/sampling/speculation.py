@@ -49,8 +49,11 @@ class Draft(config_lib.Validated):
   def complete(self, config: lm.LMConfig) -> 'Draft':
     """Returns the draft with `layers` set for this model."""
     require(
-      self.kind != 'never' or config.num_routed,
-      "'early' or 'lookup', since the model has no routed blocks to leave out",
+      self.kind != 'never'
+      or config.num_routed
+      and config.routing.kinds is None,
+      "'early' or 'lookup', since the model has no routed blocks that a rule"
+      ' may leave out',
       draft=self.kind,
     )
     if self.kind != 'early':

@@ -22,7 +22,7 @@ from mod_jax.layers.token_info import KINDS
 from mod_jax.models import lm, lora, vlm
 from mod_jax.models.vit import ViTConfig
 from mod_jax.pretrained.load import Run
-from mod_jax.sampling import generate
+from mod_jax.sampling import Draft, generate
 from mod_jax.tasks import plain
 
 DENSE = vlm.VLMConfig(
@@ -445,6 +445,10 @@ def test_only_a_learned_router_has_a_loss_of_its_choice(score):
     (lambda: routed(PMOD, predictor_width=4), 'predictor_width=0'),
     (lambda: routed(FASTV, kinds=None), "kinds=.'image',."),
     (lambda: routed(FASTV, first=0), 'a block before the first routed one'),
+    (
+      lambda: Draft(kind='never').complete(routed(PMOD)),
+      "draft='never': .*no routed blocks",
+    ),
     (lambda: dataclasses.replace(DENSE, pooling=3), 'a divisor of 2'),
     (
       lambda: DENSE.with_parts(early_exit=1),
