@@ -224,13 +224,18 @@ def _up(
     # Write zeros for tokens that do not run the learner, because the second
     # product reads the whole tile.
     value_PB = tl.where(runs_P1, sum_PB + bias_B.to(tl.float32)[None, :], 0.0)
-    at_PB = slot_P.to(tl.int64)[:, None] * (N * F) + n * F + f_B[None, :]
+    first = start.to(tl.int64) * (N * F) + n * F
+    at_PB = tl.arange(0, P)[:, None] * (N * F) + f_B[None, :]
     inside_PB = (slot_P < T)[:, None] & inside_1B
     if KEEP:
-      tl.store(before + at_PB, value_PB.to(before.dtype.element_ty), inside_PB)
+      tl.store(
+        before + first + at_PB, value_PB.to(before.dtype.element_ty), inside_PB
+      )
     if GELU:
       value_PB = value_PB * _gaussian(value_PB)
-    tl.store(hidden + at_PB, value_PB.to(hidden.dtype.element_ty), inside_PB)
+    tl.store(
+      hidden + first + at_PB, value_PB.to(hidden.dtype.element_ty), inside_PB
+    )
 
 
 @triton.jit
@@ -334,9 +339,10 @@ def _slopes(
         0.0,
       )
       delta_PB = tl.dot(g_PK, w_KB, delta_PB, input_precision='ieee')
-    at_PB = slot_P.to(tl.int64)[:, None] * (N * F) + n * F + f_B[None, :]
+    first = start.to(tl.int64) * (N * F) + n * F
+    at_PB = tl.arange(0, P)[:, None] * (N * F) + f_B[None, :]
     inside_PB = (slot_P < T)[:, None] & (f_B < F)[None, :]
-    before_PB = tl.load(before + at_PB, inside_PB, 0.0).to(tl.float32)
+    before_PB = tl.load(before + first + at_PB, inside_PB, 0.0).to(tl.float32)
     value_PB = before_PB
     if GELU:
       phi_PB = _gaussian(before_PB)
@@ -344,8 +350,12 @@ def _slopes(
       value_PB = before_PB * phi_PB
       delta_PB *= phi_PB + before_PB * density_PB
     delta_PB = tl.where(runs_P1, delta_PB, 0.0)
-    tl.store(hidden + at_PB, value_PB.to(hidden.dtype.element_ty), inside_PB)
-    tl.store(delta + at_PB, delta_PB.to(delta.dtype.element_ty), inside_PB)
+    tl.store(
+      hidden + first + at_PB, value_PB.to(hidden.dtype.element_ty), inside_PB
+    )
+    tl.store(
+      delta + first + at_PB, delta_PB.to(delta.dtype.element_ty), inside_PB
+    )
     tl.store(db1 + bias_B, _sum(delta_PB), f_B < F)
   else:
     tl.store(db1 + bias_B, tl.full((BF,), 0.0, tl.float32), f_B < F)
