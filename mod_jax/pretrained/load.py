@@ -537,8 +537,10 @@ def load(
     variables = source.read()
   else:
     shapes = protocol.shapes(run.config)
-    params, model_state = warm_start.from_ours(
-      *(shapes.pop('params'), shapes, os.fspath(path)), step=step, base=base
+    params, model_state = warm_start.load_weights(
+      *(os.fspath(path), None, shapes.pop('params'), shapes),
+      step=step,
+      base=base,
     )
     variables = {'params': params, **model_state}
 

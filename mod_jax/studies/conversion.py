@@ -30,9 +30,7 @@ def conversion(task, params, model_state) -> Study:
   """
   model, modality = task.config.model, task.modality
   dense = model.dense_twin()
-  source = modality.load_teacher(
-    task.config.init, dense, dropped=modality.optional
-  )
+  source = task.load_whole(task.config.init, dense, dropped=modality.optional)
   variables = {'params': params, **model_state}
   all_tokens = dataclasses.replace(model.routing, capacity_floor=1.0)
   # Cases to compare: config, variables and mode of a model.

@@ -48,10 +48,10 @@ class Adaptive(Plain):
   def start(self, params, model_state, init):
     source = source_lib.Source.of_init(init)
     if source.ours and source.config.adaptive is not None:
-      return warm_start.from_ours(
-        params, model_state, init, new=(lora.PARAMETERS,)
+      return warm_start.load_weights(
+        *(init, None, params, model_state), new=(lora.PARAMETERS,)
       )
-    return self.modality.load_weights(
+    return warm_start.load_weights(
       *(init, self.config.model, params, model_state),
       new=(acm.PARAMETERS, lora.PARAMETERS),
       dropped=acm.replaced(self.config.model),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import errors, trees, viz
+from mod_jax import errors, viz
 from mod_jax.convert import detr as convert_detr
 from mod_jax.data import detection as data_lib
 from mod_jax.data import images as images_lib
@@ -15,7 +15,6 @@ from mod_jax.layers.mode import Mode
 from mod_jax.losses import detection, mean_precision, sums
 from mod_jax.losses.mean_precision import Boxes
 from mod_jax.losses.sums import Rows
-from mod_jax.pretrained import source as source_lib
 from mod_jax.tasks.modality import ROWS
 from mod_jax.tasks.pictures import Pictures
 
@@ -120,25 +119,6 @@ class Detection(Pictures):
 
   def modes(self, *, more=False):
     return {} if more else {'': Mode()}
-
-  def load_weights(
-    self, init, model, params, model_state, *, whole=False, **kwargs
-  ):
-    source = source_lib.Source.of_init(init)
-    variables = dict(source.read())
-    weights = variables.pop('params')
-    kwargs['describe'] = f'init={init}'
-    classes = {f'classes/{x}' for x in ('kernel', 'bias')}
-    flat, fresh = trees.flatten(weights), trees.flatten(params)
-    if not whole and flat.get('classes/bias', np.zeros(0)).shape != (
-      fresh['classes/bias'].shape
-    ):
-      # Another number of classes: the head keeps its initial values.
-      weights = {k: x for k, x in flat.items() if k not in classes}
-      weights = trees.unflatten(weights)
-      kwargs['new'] = (*kwargs.get('new', ()), 'classes/.*')
-    merged = trees.merge(params, weights, **kwargs)
-    return merged, trees.merge(model_state, variables, **kwargs)
 
   # Reports.
 

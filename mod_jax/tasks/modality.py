@@ -11,9 +11,7 @@ import numpy as np
 from mod_jax import viz
 from mod_jax.layers.mode import Mode
 from mod_jax.losses.sums import MetricSums, Pair
-from mod_jax.models import protocol
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.tasks import warm_start
 from mod_jax.train.task import Data, Study
 
 if typing.TYPE_CHECKING:  # Slow to import.
@@ -122,33 +120,6 @@ class Modality(Data):
   def of_rows(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
     """Returns metrics that are no sums, of what is kept of all real rows."""
     raise NotImplementedError  # Where `eval_sums` keeps nothing.
-
-  # Weights to start from.
-
-  def load_weights(
-    self, init: str, model, params, model_state, *, whole=False, **kwargs
-  ) -> tuple[Any, Any]:
-    """Returns variables of `model` with values from the weights at `init`.
-
-    Of `params` and `model_state`, which are initialised, shapes suffice for
-    those to replace. With `whole`, as for a teacher, all must come from `init`.
-    `kwargs` are `new` and `dropped` of `trees.merge`: names that may be missing
-    there, and that may be there alone.
-    """
-    return warm_start.load_weights(
-      *(init, model, params, model_state), whole=whole, **kwargs
-    )
-
-  def load_teacher(self, init: str, dense, **kwargs) -> dict[str, Any]:
-    """Returns the variables of a dense model, all from the weights at `init`.
-
-    `kwargs` are `new` and `dropped`, as for `load_weights`.
-    """
-    state = protocol.shapes(dense)
-    params, model_state = self.load_weights(
-      init, dense, state.pop('params'), state, whole=True, **kwargs
-    )
-    return {'params': params, **model_state}
 
   # Reports.
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import copy
 import dataclasses
 import functools
+from typing import Any
 
 from absl import logging
 import jax
@@ -18,8 +19,10 @@ from mod_jax.layers.routing_config import RoutingConfig
 from mod_jax.layers.rules import Routing
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums, Pair
+from mod_jax.models import protocol
 from mod_jax.pretrained import source as source_lib
 from mod_jax.studies.devices import one_device
+from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
 from mod_jax.train import evaluation
 from mod_jax.train.task import Method
@@ -53,7 +56,7 @@ class Plain(Method):
 
   def start(self, params, model_state, init):
     optional = self.modality.optional
-    return self.modality.load_weights(
+    return warm_start.load_weights(
       *(init, self.config.model, params, model_state),
       new=optional,
       dropped=optional,
@@ -68,7 +71,18 @@ class Plain(Method):
     path = path or self.config.init
     if not path:
       raise errors.UserError(way_out)
-    return self.modality.load_teacher(path, model, **kwargs)
+    return self.load_whole(path, model, **kwargs)
+
+  def load_whole(self, init: str, model, **kwargs) -> dict[str, Any]:
+    """Returns the variables of a model, all from the weights at `init`.
+
+    `kwargs` are `new` and `dropped`, as for `warm_start.load_weights`.
+    """
+    state = protocol.shapes(model)
+    params, model_state = warm_start.load_weights(
+      init, model, state.pop('params'), state, whole=True, **kwargs
+    )
+    return {'params': params, **model_state}
 
   def beginning(self, params, model_state, mesh):
     """Compares the held-out losses of the initial and the dense model."""

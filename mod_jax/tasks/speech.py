@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import errors, flops, losses, trees, viz
-from mod_jax.convert import wav2vec2 as convert
+from mod_jax import errors, flops, losses, viz
 from mod_jax.data import audio, audio_files, characters
 from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data.characters import Characters
@@ -18,11 +17,9 @@ from mod_jax.layers import lora
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses.sums import Rows
-from mod_jax.pretrained import source as source_lib
 from mod_jax.sampling import transcripts
 from mod_jax.studies import speech as studies
 from mod_jax.studies.devices import one_device
-from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import ROWS, Modality, table
 
 
@@ -185,32 +182,6 @@ class Speech(Modality):
     if model.routing is not None and model.experts is None:
       modes['never/'] = Mode(routing=RoutingMode(rule='never'))
     return modes
-
-  def load_weights(
-    self, init, model, params, model_state, *, whole=False, new=(), dropped=()
-  ):
-    source = source_lib.Source.of_init(init)
-    if source.ours:
-      return warm_start.from_ours(
-        params, model_state, init, new=new, dropped=dropped
-      )
-    if source.kind != 'speech':
-      raise errors.UserError(
-        f'init={init} holds no model of speech: give a run, or a folder of'
-        ' Hugging Face with a Wav2Vec2.'
-      )
-    # Folders hold the dense model.
-    dense = model.dense_twin()
-    weights = convert.read(source.path, dense)
-    made = [name for name in ('head', 'mask_embedding') if not whole]
-    merged = trees.merge(
-      params,
-      trees.unflatten(weights),
-      new=(*new, *(f'{name}(/.*)?' for name in made)),
-      dropped=dropped,
-      describe=f'init={init}',
-    )
-    return merged, model_state
 
   # Reports.
 

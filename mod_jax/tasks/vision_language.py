@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import errors, flops, trees, viz
+from mod_jax import errors, flops, viz
 from mod_jax.data import batches, tokenizers
 from mod_jax.data import conversations as data_lib
 from mod_jax.data import images as images_lib
@@ -16,11 +16,9 @@ from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.token_info import IMAGE, KINDS
 from mod_jax.losses import sums
 from mod_jax.models import vlm
-from mod_jax.pretrained import source as source_lib
 from mod_jax.sampling import generate
 from mod_jax.studies.language import arank
 from mod_jax.studies.vision_language import image_tokens
-from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality, table
 
 _QUESTION, _ANSWER = map(KINDS.index, ('question', 'answer'))
@@ -292,21 +290,6 @@ class VisionLanguage(Modality):
     model = self.config.model
     routing = model.decoding_mode if len(model.rules) > 1 else RoutingMode()
     return {} if more else {'': Mode(routing=routing)}
-
-  def load_weights(
-    self, init, model, params, model_state, *, whole=False, **kwargs
-  ):
-    source = source_lib.Source.of_init(init)
-    if not isinstance(source.config, vlm.VLMConfig):
-      raise errors.UserError(
-        f'init={init} holds no model that answers questions about pictures:'
-        ' give a run of one, or a folder of Hugging Face with a LLaVA.'
-      )
-    if source.ours:
-      return warm_start.from_ours(params, model_state, init, **kwargs)
-    weights = source.read()['params']
-    kwargs['describe'] = f'init={init}'
-    return trees.merge(params, weights, **kwargs), model_state
 
   # Reports.
 

@@ -16,35 +16,153 @@ import numpy as np
 from mod_jax import trees
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import vit as convert_vit
+from mod_jax.convert import wav2vec2 as convert_wav2vec2
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
 from mod_jax.models import lm, lora, protocol
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.models.vlm import VLMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained import source as source_lib
 from mod_jax.runs import best
 from mod_jax.runs import origin as origin_lib
 
+# Kinds of models as `Source.kind` names published ones; others are of vision.
+_KINDS = {
+  LMConfig: 'language',
+  VLMConfig: 'vlm',
+  DETRConfig: 'detector',
+  Wav2Vec2Config: 'speech',
+}
+# How names in a head of classes begin, by kind.
+_HEADS = {'vision': ('head',), 'detector': ('classes/',)}
+
 
 def load_weights(
-  init: str, model, params, model_state, *, whole: bool = False, **kwargs
+  init: str,
+  model: protocol.ModelConfig | None,
+  params,
+  model_state,
+  *,
+  whole: bool = False,
+  step: best.Step = None,
+  base: str | None = None,
+  new: Sequence[str] = (),
+  dropped: Sequence[str] = (),
 ) -> tuple[Any, Any]:
-  """Returns variables of a model with values from what `init` names.
+  """Returns variables of a model with values from the weights at `init`.
 
-  Arguments and errors are those of `load_image_weights`; leaves that are
-  replaced may be shapes.
+  Language models may differ in which layers are scanned. Of a vision model,
+  position embeddings of another resolution are interpolated, and blocks that a
+  shallower model does not have are left out. The head of a vision model or of a
+  detector keeps its initial values if it is missing at `init` or for other
+  classes there; so do the head and the mask embedding of a published Wav2Vec2.
+
+  Args:
+    init: directory of a run or of an exported model, or published weights, as
+      `pretrained.source.Source` opens them.
+    model: config of the model; None takes only what `mod_jax` wrote, with names
+      and shapes as they are.
+    params: initialised parameters; shapes suffice for those to replace.
+    model_state: other initialised collections, likewise.
+    whole: whether all weights must come from `init`, as for a teacher: then it
+      is an error if a head would keep its initial values, or if blocks would be
+      left out.
+    step: of a run's checkpoint, or 'best'; None for the newest.
+    base: where the weights are that adapters belong to, or that a run has
+      frozen; None for where these say.
+    new: regular expressions of names that may be missing from the source, as in
+      `trees.merge`; in model_state, names begin with their collection.
+    dropped: regular expressions of names that only the source may have.
+
+  Raises:
+    UserError: there are no such weights, or they are of another kind of model,
+      or names or shapes do not fit.
   """
-  if not isinstance(model, LMConfig):
-    return load_image_weights(
-      *(init, model, params, model_state), whole=whole, **kwargs
+  source = source_lib.Source.of_init(init, base=base).at(step)
+  kind = None if model is None else _kind(model)
+  found = _kind(source.config) if source.ours else source.kind
+  fits = source.ours if kind is None else found == kind
+  if not fits:
+    raise UserError(
+      f'init={init} holds a model of the kind {found!r}, and one of the kind'
+      f' {kind or "run"!r} is needed: give a run or an export of such a model,'
+      ' or published weights of one.'
     )
-  # A language model's head must be present in any case.
-  source = source_lib.Source.of_init(init)
+  if source.ours:
+    variables = _variables(source, params)
+  else:
+    variables = _published(source, model, truncate=not whole)
+    if kind == 'speech' and not whole:
+      new = (*new, 'head/.*', 'mask_embedding')
+  fresh = trees.flatten(params)
+  weights = trees.flatten(variables.pop('params'))
+  if kind == 'vision':
+    weights = _fit(weights, model.dense_twin(), truncate=not whole)
+  heads = {
+    name.split('/')[0]
+    for name, x in fresh.items()
+    if name.startswith(_HEADS.get(kind, ()))
+    # Another width, too, is reported when all shapes are compared.
+    and (name not in weights or weights[name].shape[-1:] != x.shape[-1:])
+  }
+  if heads and whole:
+    raise UserError(
+      f'init={init} has no {" and no ".join(sorted(heads))} for'
+      f' {model.dense_twin().num_classes} classes, which a teacher needs:'
+      ' fine-tune it first.'
+    )
+  for head in heads:
+    there = [name for name in weights if name.startswith(f'{head}/')]
+    if there:
+      logging.warning(
+        '%s: %s is made new, for num_classes=%d; the model there has %d.',
+        *(init, head, model.dense_twin().num_classes),
+        source.config.dense_twin().num_classes,
+      )
+    for name in there:
+      del weights[name]
+  new = (*new, *(f'{head}/.*' for head in heads))
+  kwargs = {'new': new, 'dropped': dropped, 'describe': f'init={init}'}
+  merge = merge_state = trees.merge
+  if kind == 'language' and source.ours:
+    merge = functools.partial(lm.merge, model, source.config)
+    merge_state = functools.partial(merge, collections=True)
+  params = merge(params, trees.unflatten(weights), **kwargs)
+  if not (source.ours or variables):  # Other published weights are parameters.
+    return params, model_state
+  # Collections may hold structs, which are dictionaries on disk.
+  flat = trees.by_path(model_state)
+  merged = merge_state(trees.unflatten(flat), variables, **kwargs)
+  merged = trees.flatten(merged)
+  structure = jax.tree.structure(model_state)
+  model_state = jax.tree.unflatten(structure, [merged[name] for name in flat])
+  return params, model_state
+
+
+def _kind(config: protocol.ModelConfig) -> str:
+  """Returns the kind of a model as `Source.kind` names published ones."""
+  return _KINDS.get(type(config), 'vision')
+
+
+def _published(
+  source: 'source_lib.Source', model: protocol.ModelConfig, *, truncate: bool
+) -> dict[str, Any]:
+  """Returns what published weights hold of a model; they are of its kind."""
   if source.kind == 'language':
-    weights = source.read(model)['params']
-    kwargs['describe'] = f'init={init}'
-    return trees.merge(params, weights, **kwargs), model_state
-  return from_ours(params, model_state, init, model=model, **kwargs)
+    return source.read(model)
+  if source.kind == 'speech':
+    # Without what it may lack, where `source.read` would make that up.
+    weights = convert_wav2vec2.read(source.path, model.dense_twin())
+    return {'params': trees.unflatten(weights)}
+  if source.kind == 'vision':
+    # Files hold the dense model, and perhaps prediction heads of DynamicViT.
+    model = model.with_parts(routing=None, adaptive=None, lora=None)
+    weights = convert_vit.read(source.path, model, truncate=truncate)
+    return arrays_lib.unflatten(weights)
+  return source.read()
 
 
 def _variables(source: 'source_lib.Source', params) -> dict[str, Any]:
@@ -85,134 +203,14 @@ def _frozen(source: 'source_lib.Source') -> dict[str, Any]:
   return trees.unflatten(arrays)
 
 
-def from_ours(
-  params,
-  model_state,
-  init: str,
-  *,
-  step: best.Step = None,
-  model: LMConfig | None = None,
-  new: Sequence[str] = (),
-  dropped: Sequence[str] = (),
-  base: str | None = None,
-) -> tuple[Any, Any]:
-  """Returns variables with values from a run or an exported model.
-
-  Args:
-    params: initialised parameters.
-    model_state: other initialised collections.
-    init: directory of a run or of an exported model.
-    step: of the run's checkpoint, or 'best'; None for the newest.
-    model: config of a language model, in which other layers may be scanned than
-      in the source; None for other models.
-    new: regular expressions of names that may be missing from the source, as in
-      `trees.merge`; in model_state, names begin with their collection.
-    dropped: regular expressions of names that only the source may have.
-    base: where the weights are that the source's adapters belong to; None for
-      where it says.
-
-  Raises:
-    UserError: there is no such model, or its names or shapes do not fit.
-  """
-  source = source_lib.Source.of_init(init, base=base).at(step)
-  if not source.ours:
-    raise UserError(
-      f'init={init} is neither the workdir of a run nor a file of weights that'
-      ' this task can read: give the directory that holds config.json.'
-    )
-  variables = _variables(source, params)
-  source_params = variables.pop('params')
-  kwargs = {'new': new, 'dropped': dropped, 'describe': f'init={init}'}
-  merge = merge_state = trees.merge
-  if model is not None:
-    merge = functools.partial(lm.merge, model, source.config)
-    merge_state = functools.partial(merge, collections=True)
-  params = merge(params, source_params, **kwargs)
-  # Collections may hold structs, which are dictionaries on disk.
-  flat = trees.by_path(model_state)
-  merged = merge_state(trees.unflatten(flat), variables, **kwargs)
-  merged = trees.flatten(merged)
-  structure = jax.tree.structure(model_state)
-  model_state = jax.tree.unflatten(structure, [merged[name] for name in flat])
-  return params, model_state
-
-
-def load_image_weights(
-  init: str,
-  model,
-  params,
-  model_state,
-  *,
-  new: tuple[str, ...] = (),
-  dropped: tuple[str, ...] = (),
-  whole: bool = False,
-) -> tuple[Any, Any]:
-  """Returns variables of a vision model with values from a run or checkpoint.
-
-  Position embeddings of another resolution are interpolated. Blocks that a
-  shallower model does not have are left out, and heads for other classes, or
-  missing from a file, keep their initial values; with `whole` both are errors.
-
-  Args:
-    init: the workdir of a run, a folder that `mod_jax.export` wrote, or a
-      checkpoint file that `convert.vit` reads.
-    model: config of the model.
-    params: its initialised parameters.
-    model_state: its other initialised collections.
-    new: regular expressions of names that may be missing from the source.
-    dropped: regular expressions of names that only the source may have.
-    whole: whether all weights must come from the source.
-
-  Raises:
-    UserError: there are no such weights, or they do not fit.
-  """
-  source = source_lib.Source.of_init(init)
-  fresh, dense = trees.flatten(params), model.dense_twin()
-  if source.ours:
-    variables = _variables(source, params)
-    weights = trees.flatten(variables.pop('params'))
-    weights = _fit(weights, fresh, dense, init, truncate=not whole)
-  else:
-    # Files hold the dense model, and perhaps prediction heads of DynamicViT.
-    file_model = model.with_parts(routing=None, adaptive=None, lora=None)
-    weights = convert_vit.read(source.path, file_model, truncate=not whole)
-    variables = arrays_lib.unflatten(weights)
-    weights = trees.flatten(variables.pop('params'))
-  heads = {
-    name.split('/')[0]
-    for name in fresh
-    if name.startswith('head') and name not in weights
-  }
-  if heads and whole:
-    raise UserError(
-      f'init={init} has no {" and no ".join(sorted(heads))} for'
-      f' {dense.num_classes} classes, which a teacher needs: fine-tune it'
-      ' first.'
-    )
-  new = (*new, *(f'{head}/.*' for head in heads))
-  kwargs = {'new': new, 'dropped': dropped, 'describe': f'init={init}'}
-  merged = trees.merge(params, trees.unflatten(weights), **kwargs)
-  return merged, trees.merge(model_state, variables, **kwargs)
-
-
 def _fit(
-  weights, fresh, dense: ViTConfig, init: str, *, truncate: bool
+  weights: dict[str, Any], dense: ViTConfig, *, truncate: bool
 ) -> dict[str, Any]:
-  """Returns the weights of a run that another model has, by name."""
+  """Returns the weights that a vision model of other sizes has, by name."""
   fitted = {}
   for name, array in weights.items():
     block = re.match(r'block_(\d+)/', name)
     if truncate and block and int(block[1]) >= dense.num_layers:
-      continue
-    head = re.fullmatch(r'(head\w*)/(kernel|bias)', name)
-    classes = array.shape[-1:]
-    # Another width, too, is reported when all shapes are compared.
-    if head and name in fresh and classes != fresh[name].shape[-1:]:
-      if head[2] == 'kernel':
-        logging.warning(
-          '%s: %s is made new, for num_classes=%d; the run had %d.',
-          *(init, head[1], dense.num_classes, *classes),
-        )
       continue
     if name == 'position':
       array = convert_vit.resampled(array, dense)

@@ -500,7 +500,7 @@ class TestStart:
     with caplog.at_level(logging.WARNING, logger='absl'):
       fresh, params = adapt(task, workdir)
     (told,) = [r.getMessage() for r in caplog.records if 'head' in r.message]
-    assert 'made new, for num_classes=3; the run had 10' in told
+    assert 'made new, for num_classes=3; the model there has 10' in told
     head = {k: x for k, x in fresh.items() if k.startswith('head')}
     tiny.same(params, trees.flatten(trained) | head)
 
@@ -528,7 +528,7 @@ class TestStart:
       caplog.clear()
       fresh = tiny.shapes(model)
       params = fresh.pop('params')
-      params, model_state = warm_start.load_image_weights(
+      params, model_state = warm_start.load_weights(
         str(path), model, params, fresh
       )
       expected = convert_vit.read(path, model)

@@ -13,7 +13,7 @@ from mod_jax.data import audio_files, formants
 from mod_jax.errors import UserError
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
-from mod_jax.tasks import make_task, phases
+from mod_jax.tasks import make_task, phases, warm_start
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +143,7 @@ def test_a_folder_of_hugging_face_is_loaded_and_tuned(tmp_path):
   (transcript,) = run.predict([tmp_path / 'a.wav'])
   assert set(transcript.text) <= set(' abdegilkr')
   params = run.variables['params']
-  loaded, _ = run.task.modality.load_weights(
+  loaded, _ = warm_start.load_weights(
     str(folder), run.config, jax.tree.map(np.zeros_like, params), {}
   )
   jax.tree.map(np.testing.assert_array_equal, loaded, params)

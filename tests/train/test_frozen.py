@@ -3,23 +3,30 @@
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 import pytest
 import tiny
+import tokenizers
 
 import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import flops, parallel, trees
+from mod_jax.data.conversations import ConversationDataConfig
+from mod_jax.data.detection import DetectionDataConfig
+from mod_jax.data.scenes import SceneConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.lora import PARAMETERS
 from mod_jax.runs import checkpoints
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import load as load_trained
 from mod_jax.tasks import make_task, phases
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import loop
 from mod_jax.train import state as state_lib
 
@@ -31,6 +38,8 @@ pytestmark = [
 ROOT = pathlib.Path(__file__).parents[2]
 CONVERT = config_lib.load(ROOT / 'configs' / 'lm' / 'convert.py')
 FOLDER = config_lib.load(ROOT / 'configs' / 'vit' / 'folder.py')
+WORDS = config_lib.load(ROOT / 'configs' / 'speech' / 'words.py')
+GOLDEN = ROOT / 'tests' / 'golden'
 TINY = {
   'train.num_steps': 6,
   'train.batch_size': 4,
@@ -270,6 +279,79 @@ def test_pictures_train_adapters_and_a_new_head(tmp_path):
   assert flops.num_params(config.model) == sum(
     x.size for x in jax.tree.leaves(run.variables['params'])
   )
+
+
+def of_pictures(tmp_path):
+  """LLaVA with a frozen tower, and questions of a word about a picture."""
+  Image.new('RGB', (6, 6)).save(tmp_path / 'a.png')
+  rows = [('image', 'question', 'answer'), *[('a.png', 'word1', 'word2')] * 8]
+  (tmp_path / 'asked.tsv').write_text('\n'.join(map('\t'.join, rows)))
+  words = {f'word{i}': i for i in range(29)}
+  model = tokenizers.models.WordLevel(words, unk_token='word0')
+  tokenizers.Tokenizer(model).save(str(tmp_path / 'tokenizer.json'))
+  data = ConversationDataConfig(
+    source='table',
+    path=str(tmp_path / 'asked.tsv'),
+    eval_fraction=0.5,
+    image_size=6,
+    tokenizer='huggingface',
+    tokenizer_path=str(tmp_path / 'tokenizer.json'),
+    length=8,
+  )
+  return GOLDEN / 'vlm' / 'llava', '^tower/', data, {}
+
+
+def of_objects(tmp_path):
+  """A DETR with a frozen backbone, and a new head for the scenes' classes."""
+  del tmp_path
+  scenes = SceneConfig(scales=(1, 1.5), num_train=8, num_eval=4)
+  data = DetectionDataConfig(image_size=(32, 32), most=4, scenes=scenes)
+  changes = {'image_size': (32, 32), 'num_classes': 10}
+  return GOLDEN / 'detr', '^backbone/', data, changes
+
+
+def of_speech(tmp_path):
+  """A Wav2Vec2 with frozen convolutions, and a new head for other letters."""
+  del tmp_path
+  data = dataclasses.replace(
+    WORDS.DATA, buckets=(1.5,), words=1, num_train=8, num_eval=4
+  )
+  changes = {'vocab_size': WORDS.MODEL.vocab_size}
+  return GOLDEN / 'wav2vec2' / 'layer', r'^conv_(norm_)?\d/', data, changes
+
+
+@pytest.mark.parametrize('of', [of_pictures, of_objects, of_speech])
+def test_a_part_of_any_published_model_stays(of, tmp_path):
+  """It is found again where the run is loaded, exported, or started from."""
+  folder, part, data, changes = of(tmp_path)
+  published = mod_jax.load(folder)
+  config = ExperimentConfig(
+    model=config_lib.replace(published.config, changes),
+    data=data,
+    init=str(folder),
+  )
+  frozen = {
+    'optimizer.rules': ((part, 0.0, 0), ('', 1.0, 0)),
+    'optimizer.warmup_steps': 0,
+    'train.frozen': 'float32',
+  }
+  config = config_lib.replace(config, TINY | frozen)
+  result = phases.train(config, tmp_path / 'run', max_steps=1)
+  of_part = {
+    name: x
+    for name, x in trees.flatten(published.variables['params']).items()
+    if re.match(part, name)
+  }
+  tiny.same(result.state.frozen, of_part)
+  run = mod_jax.load(tmp_path / 'run')
+  tiny.same(run.variables['params'], result.state.eval_params)
+  mod_jax.export(run, tmp_path / 'exported')
+  next_one = dataclasses.replace(config, init=str(tmp_path / 'run'))
+  variables = tiny.shapes(config.model)
+  params, _ = make_task(next_one).start(
+    variables.pop('params'), variables, next_one.init
+  )
+  tiny.same(params, result.state.eval_params)
 
 
 def test_what_freezes_must_come_from_somewhere(dense, tmp_path):

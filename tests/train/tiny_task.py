@@ -66,8 +66,8 @@ class Tiny(task_lib.Task):
     return [(total, weight)], ({'loss': (total, weight)}, model_state)
 
   def start(self, params, model_state, init):
-    return warm_start.from_ours(
-      *(params, model_state, init),
+    return warm_start.load_weights(
+      *(init, None, params, model_state),
       new=self.may_be_new,
       dropped=self.may_be_dropped,
     )
