@@ -92,7 +92,7 @@ def main(_):
       for name, data in inputs.items()
     }
     for name in ('memory', 'disk'):
-      for _ in range(-(-images.num_examples(data) // _BATCH.value)):
+      for _ in range(-(-len(images.open_split(data, 'train')) // _BATCH.value)):
         batch = next(iterators[name])
       iterators[name].close()
 

@@ -160,7 +160,7 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
   config = complete_lib.images(
     config, image_size=size if size != SIZE else None
   )
-  count = images_lib.num_examples(config.data)
+  count = len(images_lib.open_split(config.data, 'train'))
   batch = min(BATCH, 1 << (count.bit_length() - 1))
   steps = max(LEAST_STEPS, EPOCHS * count // batch)
   changes = {'train.batch_size': batch, 'train.num_steps': steps}

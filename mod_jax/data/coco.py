@@ -96,13 +96,11 @@ class Coco:
   def name(self, index: int) -> str:
     return self._pictures[self._ids[index]]['file_name']
 
-  def picture(self, index: int) -> Image.Image:
-    """Returns a picture as RGB."""
+  def load(self, index: int) -> tuple[Image.Image, Objects]:
+    """Returns a picture as RGB, and its objects."""
     path = self._folder / self.name(index)
-    return image_folder.decode(os.fspath(path), f'image {str(path)!r}')
-
-  def objects(self, index: int) -> Objects:
-    return self._objects[index]
+    image = image_folder.decode(os.fspath(path), f'image {str(path)!r}')
+    return image, self._objects[index]
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns a fingerprint of names and objects; reads no pictures."""

@@ -170,11 +170,6 @@ def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
   return Examples(config, split)
 
 
-def fingerprint(config: ConversationDataConfig) -> dict[str, Any]:
-  """Returns a fingerprint of the data."""
-  return fingerprints.of_splits(config, functools.partial(open_split, config))
-
-
 def _at_an_end(axis: int, sign: int):
   """Returns a function of a scene: its first or last digit along an axis."""
 

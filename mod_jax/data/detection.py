@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 import dataclasses
 import functools
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import grain
 import numpy as np
@@ -13,7 +13,6 @@ from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax.data import augment as augment_lib
 from mod_jax.data import batches, common
-from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data import images as images_lib
 from mod_jax.data.coco import Coco, Objects, box_between
 from mod_jax.data.scenes import SceneConfig, Scenes
@@ -162,11 +161,6 @@ class _SceneObjects:
     return image, Objects(scene.digits_N, scene.boxes_N4)
 
 
-class _CocoObjects(Coco):
-  def load(self, index: int) -> tuple[Image.Image, Objects]:
-    return self.picture(index), self.objects(index)
-
-
 @functools.lru_cache(maxsize=4)  # Annotations take long to read.
 def open_split(config: DetectionDataConfig, split: Literal['train', 'eval']):
   """Returns a split: `class_names`, a length, `load(i)`, `fingerprint()`."""
@@ -174,25 +168,13 @@ def open_split(config: DetectionDataConfig, split: Literal['train', 'eval']):
     source = _SceneObjects(config, split)
   else:
     named = config.train_split if split == 'train' else config.eval_split
-    source = _CocoObjects(config.path, named)
+    source = Coco(config.path, named)
   if source.most > config.most:
     raise errors.UserError(
       f'most={config.most}: a picture has {source.most} objects; set'
       f' data.most={source.most}.'
     )
   return source
-
-
-def num_examples(
-  config: DetectionDataConfig, split: Literal['train', 'eval'] = 'train'
-) -> int:
-  """Returns the number of pictures to train on, or of held-out ones."""
-  return len(open_split(config, split))
-
-
-def fingerprint(config: DetectionDataConfig) -> dict[str, Any]:
-  """Returns a fingerprint of the data."""
-  return fingerprints.of_splits(config, functools.partial(open_split, config))
 
 
 def train_iterator(

@@ -35,7 +35,6 @@ from mod_jax.data import (
   label_table,
   tfds_images,
 )
-from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data.scenes import SceneConfig, Scenes
 
 # Mean and standard deviation of channels whose values lie in [0, 1].
@@ -254,19 +253,31 @@ def class_names(config: ImageDataConfig) -> tuple[str, ...]:
   return tfds_images.class_names(config.name, data_dir=config.data_dir or None)
 
 
-def num_examples(
-  config: ImageDataConfig, split: Literal['train', 'eval'] = 'train'
-) -> int:
-  """Returns the number of training images or of held-out images."""
-  return len(_open(config, split))
+def open_split(config: ImageDataConfig, split: Literal['train', 'eval']):
+  """Returns the source of a split.
 
-
-def picture_names(
-  config: ImageDataConfig, split: Literal['train', 'eval']
-) -> list[str]:
-  """Returns how the pictures are called: files by their path in the folder."""
-  source = _open(config, split)
-  return [source.name(i) for i in range(len(source))]
+  It has `class_names`, a length, `labels` of all pictures, `fingerprint()`,
+  `name(index)`, and `entry(index)`: the key of a picture in a cache or None, a
+  function that decodes it, and its label.
+  """
+  if config.source == 'digits':
+    return digits.DigitImages(split)
+  if config.source == 'scenes':
+    return Scenes(config.scenes, config.image_size, split)
+  if config.source == 'folder':
+    reading = {
+      'eval_fraction': config.eval_fraction,
+      'unreadable': config.unreadable,
+    }
+    if config.multi_label:
+      table = config.label_table
+      return label_table.open_split(config.path, table, split, **reading)
+    return image_folder.open_split(config.path, split, **reading)
+  return tfds_images.TfdsImages(
+    config.name,
+    config.train_split if split == 'train' else config.eval_split,
+    data_dir=config.data_dir or None,
+  )
 
 
 def class_weights(config: ImageDataConfig) -> np.ndarray | None:
@@ -275,7 +286,7 @@ def class_weights(config: ImageDataConfig) -> np.ndarray | None:
   if config.class_weights is None:
     return None
   if config.class_weights == 'balanced':
-    labels = _open(config, 'train').labels
+    labels = open_split(config, 'train').labels
     if config.multi_label:
       true_V = labels.mean(axis=0)
       return np.float32((1 - true_V) / true_V)
@@ -289,11 +300,6 @@ def class_weights(config: ImageDataConfig) -> np.ndarray | None:
         f' {", ".join(map(repr, names))}.{config_lib.nearest(name, names)}'
       )
   return np.float32([table.get(name, 1.0) for name in names])
-
-
-def fingerprint(config: ImageDataConfig) -> dict[str, Any]:
-  """Returns a fingerprint of the data."""
-  return fingerprints.of_splits(config, functools.partial(_open, config))
 
 
 def train_iterator(
@@ -378,38 +384,11 @@ def denormalize(config, image: Any) -> np.ndarray:
   return np.clip(np.round(scaled), 0, 255).astype(np.uint8)
 
 
-def _open(config: ImageDataConfig, split: Literal['train', 'eval']):
-  """Returns the source of a split.
-
-  It has `class_names`, a length, `labels` of all pictures, `fingerprint()`,
-  `name(index)`, and `entry(index)`: the key of a picture in a cache or None, a
-  function that decodes it, and its label.
-  """
-  if config.source == 'digits':
-    return digits.DigitImages(split)
-  if config.source == 'scenes':
-    return Scenes(config.scenes, config.image_size, split)
-  if config.source == 'folder':
-    reading = {
-      'eval_fraction': config.eval_fraction,
-      'unreadable': config.unreadable,
-    }
-    if config.multi_label:
-      table = config.label_table
-      return label_table.open_split(config.path, table, split, **reading)
-    return image_folder.open_split(config.path, split, **reading)
-  return tfds_images.TfdsImages(
-    config.name,
-    config.train_split if split == 'train' else config.eval_split,
-    data_dir=config.data_dir or None,
-  )
-
-
 class _Pictures:
   """The pictures of a split, of any source, fitted and through the cache."""
 
   def __init__(self, config: ImageDataConfig, split: Literal['train', 'eval']):
-    self.source = _open(config, split)
+    self.source = open_split(config, split)
     self._skip = config.unreadable == 'skip'
     fit = config.preprocess.fit
     if split == 'train':

@@ -30,7 +30,7 @@ def confusion(task, params, model_state) -> Study:
   and average precision, and no matrix.
   """
   data, modality = task.config.data, task.modality
-  names = images_lib.picture_names(data, 'eval')
+  pictures = images_lib.open_split(data, 'eval')
   labels, logits, worst, start = [], [], [], 0
   for batch, (logits_BV, loss_B) in task.over_held_out(
     lambda output, batch: (output.logits_BV, _losses(modality, output, batch)),
@@ -43,7 +43,7 @@ def confusion(task, params, model_state) -> Study:
       said = modality.caption(batch['label'][b], logits_BV[b])
       if ' → ' in said:
         picture = images_lib.denormalize(data, batch['image'][b])
-        name = names[start + b]
+        name = pictures.name(start + b)
         worst.append((float(loss_B[b]), name, said, picture))
     start += len(real_B)
     # Only some are kept, since all images may not fit into memory.

@@ -5,6 +5,7 @@ import json
 import types
 
 from mod_jax import flops
+from mod_jax.data import fingerprint as fingerprints
 from mod_jax.pretrained import source as source_lib
 from mod_jax.tasks.modality import Modality, table
 
@@ -15,7 +16,8 @@ class Pictures(Modality):
   """Pictures of named classes.
 
   Attributes:
-    reader: the module of `data` that makes batches of them.
+    reader: the module of `data` that makes batches of them, and whose
+      `open_split` returns a split.
   """
 
   unit = 'images'
@@ -31,6 +33,9 @@ class Pictures(Modality):
     # The training images may be missing where the model is used later.
     return {source_lib.CLASSES: json.dumps(self.classes, indent=1)}
 
+  def _split(self, name):
+    return self.reader.open_split(self.config.data, name)
+
   def endless(self, **kwargs):
     return self.reader.train_iterator(self.config.data, **kwargs)
 
@@ -38,13 +43,13 @@ class Pictures(Modality):
     return self.reader.eval_batches(self.config.data, **kwargs)
 
   def data_fingerprint(self):
-    return self.reader.fingerprint(self.config.data)
+    return fingerprints.of_splits(self.config.data, self._split)
 
   def rows_per_epoch(self):
-    return self.reader.num_examples(self.config.data)
+    return len(self._split('train'))
 
   def data_summary(self):
-    held_out = self.reader.num_examples(self.config.data, 'eval')
+    held_out = len(self._split('eval'))
     classes = [name for name in self.classes if name]
     shown = ', '.join(classes[:_NAMED]) + ', …' * (len(classes) > _NAMED)
     return (

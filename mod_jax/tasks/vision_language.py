@@ -11,6 +11,7 @@ import numpy as np
 from mod_jax import errors, flops, viz
 from mod_jax.data import batches, tokenizers
 from mod_jax.data import conversations as data_lib
+from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data import images as images_lib
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.token_info import IMAGE, KINDS
@@ -189,8 +190,11 @@ class VisionLanguage(Modality):
       'weight': np.float32(real),
     }
 
+  def _split(self, name):
+    return data_lib.open_split(self.config.data, name)
+
   def endless(self, **kwargs):
-    source = data_lib.open_split(self.config.data, 'train')
+    source = self._split('train')
     rows = self.config.train.batch_size
     if len(source) < rows:
       raise errors.UserError(
@@ -202,16 +206,16 @@ class VisionLanguage(Modality):
     return batches.endless(make_row, len(source), workers, **kwargs)
 
   def eval_batches(self, **kwargs):
-    source = data_lib.open_split(self.config.data, 'eval')
+    source = self._split('eval')
     make_row = functools.partial(self._eval_row, source)
     workers = self.config.data.workers
     return batches.held_out(make_row, len(source), workers, **kwargs)
 
   def rows_per_epoch(self):
-    return len(data_lib.open_split(self.config.data, 'train'))
+    return len(self._split('train'))
 
   def data_summary(self):
-    held_out = len(data_lib.open_split(self.config.data, 'eval'))
+    held_out = len(self._split('eval'))
     return (
       f'{self.rows_per_epoch():,} conversations for training, {held_out:,} held'
       ' out'
@@ -234,7 +238,7 @@ class VisionLanguage(Modality):
     }
 
   def data_fingerprint(self):
-    return data_lib.fingerprint(self.config.data) | {
+    return fingerprints.of_splits(self.config.data, self._split) | {
       'tokenizer': self.tokenizer.fingerprint
     }
 
@@ -470,7 +474,7 @@ class VisionLanguage(Modality):
     model = self.config.model
     if len(model.rules) == 1:  # No causal rule was trained.
       return
-    source = data_lib.open_split(self.config.data, 'eval')
+    source = self._split('eval')
     asked = [source.load(i) for i in range(min(_SHOWN, len(source)))]
     # The first question of each, with its own pictures alone.
     questions = [x.turns[0][0] for x in asked]

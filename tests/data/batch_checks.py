@@ -1,8 +1,17 @@
-"""What the tests of text and of pictures both ask of batches."""
+"""What the tests of several data sources ask of them and of batches."""
 
+import functools
 import itertools
 
 import numpy as np
+
+from mod_jax.data import fingerprint, images
+
+
+def fingerprint_of(config):
+  """Returns the fingerprint of labelled pictures, as a run keeps it."""
+  open_split = functools.partial(images.open_split, config)
+  return fingerprint.of_splits(config, open_split)
 
 
 def take(iterator, count):

@@ -54,13 +54,14 @@ def test_objects_are_fractions_of_their_picture(tmp_path):
   assert split.class_names == ('', '', '', 'cat', '', '', '', 'dog')
   assert [split.name(i) for i in range(2)] == ['a.png', 'b.png']
   assert split.most == 2
-  objects = split.objects(0)
+  _, objects = split.load(0)
   assert objects.label_N.tolist() == [7, 3]
   np.testing.assert_allclose(
     objects.box_N4,
     [[8 / 40, 7 / 20, 8 / 40, 10 / 20], [35 / 40, 12.5 / 20, 10 / 40, 5 / 20]],
   )
-  assert not len(split.objects(1).label_N)  # A picture of nothing remains.
+  _, nothing = split.load(1)
+  assert not len(nothing.label_N)  # A picture of nothing remains.
 
 
 def test_batches_are_padded_and_count_each_picture_once(tmp_path):

@@ -64,8 +64,8 @@ def test_split_layout(tmp_path, name):
   _, decode, label = held_out.entry(1)
   assert label == 2
   assert decode().getpixel((0, 0)) == (10, 20, 30)
-  assert images.num_examples(config(tmp_path)) == 4
-  assert images.num_examples(config(tmp_path), 'eval') == 2
+  assert len(images.open_split(config(tmp_path), 'train')) == 4
+  assert len(images.open_split(config(tmp_path), 'eval')) == 2
 
 
 def test_the_earlier_of_two_evaluation_folders_counts(tmp_path):

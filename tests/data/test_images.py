@@ -9,7 +9,7 @@ import pickle
 import shutil
 import signal
 
-from batch_checks import assert_same, joined, take
+from batch_checks import assert_same, fingerprint_of, joined, take
 import numpy as np
 from PIL import Image
 import pytest
@@ -50,7 +50,7 @@ def test_digits_split_is_fixed_stratified_and_whole():
   config = images.ImageDataConfig()
   names = images.class_names(config)
   assert names == tuple('0123456789')
-  sizes = [images.num_examples(config, s) for s in ('train', 'eval')]
+  sizes = [len(images.open_split(config, s)) for s in ('train', 'eval')]
   assert sum(sizes) == 1797
   labels = [digits.DigitImages(s).labels for s in ('train', 'eval')]
   assert [len(part) for part in labels] == sizes
@@ -100,12 +100,12 @@ def folder(tmp_path):
 
 def test_fingerprint(folder):
   for config in (folder, images.ImageDataConfig()):
-    told = images.fingerprint(config)
+    told = fingerprint_of(config)
     assert json.loads(json.dumps(told)) == told
-    assert images.fingerprint(config) == told
-  told = images.fingerprint(folder)
+    assert fingerprint_of(config) == told
+  told = fingerprint_of(folder)
   Image.new('RGB', (5, 5), (0, 0, 0)).save(f'{folder.path}/val/a/0.png')
-  assert fingerprint.differences(told, images.fingerprint(folder)) == [
+  assert fingerprint.differences(told, fingerprint_of(folder)) == [
     'the held-out file a/0.png is changed'
   ]
 
@@ -251,8 +251,8 @@ def tfds_config(name, **kwargs):
 def test_tfds(tfds_pictures, kind):
   config = tfds_config(tfds_pictures[kind])
   assert images.class_names(config) == ('cat', 'dog', 'emu')
-  assert images.num_examples(config) == 12
-  assert images.num_examples(config, 'eval') == 5
+  assert len(images.open_split(config, 'train')) == 12
+  assert len(images.open_split(config, 'eval')) == 5
   batches = take(train(config), 3)
   check(batches[0], {'image': (4, 4, 4, 3), 'target': (4, 3)})
   seen = ids(config, batches)
@@ -261,11 +261,11 @@ def test_tfds(tfds_pictures, kind):
   np.testing.assert_array_equal(labels, np.array(seen) % 3)
   pixel = images.denormalize(config, batches[0]['image'])[0, 1, 1].tolist()
   assert pixel[1:] == ([100, 7] if kind != 'Grey' else [pixel[0]] * 2)
-  told = images.fingerprint(config)
+  told = fingerprint_of(config)
   assert told['train']['version'].endswith('/1.0.0')
   assert (told['train']['count'], told['held_out']['count']) == (12, 5)
   part = dataclasses.replace(config, eval_split='train[:50%]')
-  assert images.fingerprint(part)['held_out'] != told['held_out']
+  assert fingerprint_of(part)['held_out'] != told['held_out']
   assert len(ids(part, images.eval_batches(part, batch_size=4))) == 6
 
 

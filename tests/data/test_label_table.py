@@ -2,7 +2,7 @@
 
 import json
 
-from batch_checks import take
+from batch_checks import fingerprint_of, take
 import numpy as np
 from PIL import Image
 import pytest
@@ -76,7 +76,7 @@ def seen(config, split):
         else:
           assert not label.any()
   else:
-    count = images.num_examples(config)
+    count = len(images.open_split(config, 'train'))
     batches = take(images.train_iterator(config, batch_size=1, seed=0), count)
     for batch in batches:
       assert batch['target'].dtype == np.float32
@@ -95,7 +95,8 @@ def test_columns_and_their_split(folder):
   assert train.keys() == {'a.png', 'b.png', 'd.png', 'f.png'}
   assert held_out.keys() == {'sub/c.png', 'e.png'}
   assert train | held_out == TRUE
-  assert images.picture_names(config, 'eval') == ['sub/c.png', 'e.png']
+  split = images.open_split(config, 'eval')
+  assert [split.name(i) for i in range(len(split))] == ['sub/c.png', 'e.png']
 
 
 def test_lists_and_a_split_by_names(folder):
@@ -121,11 +122,11 @@ def test_smoothed_labels(folder):
 
 def test_a_changed_label_is_noticed(folder):
   config = make_config(folder, COLUMNS)
-  told = images.fingerprint(config)
+  told = fingerprint_of(config)
   assert json.loads(json.dumps(told)) == told
-  assert images.fingerprint(config) == told
+  assert fingerprint_of(config) == told
   changed = make_config(folder, COLUMNS.replace('f.png,0', 'f.png,1'))
-  (difference,) = fingerprint.differences(told, images.fingerprint(changed))
+  (difference,) = fingerprint.differences(told, fingerprint_of(changed))
   assert 'training' in difference
 
 
@@ -166,7 +167,7 @@ def test_balanced_draws_of_labels(folder):
 def test_tables_that_are_refused(folder, text, said):
   config = make_config(folder, text)
   with pytest.raises(errors.UserError) as info:
-    images.num_examples(config)
+    len(images.open_split(config, 'train'))
   assert said in str(info.value)
 
 
@@ -183,6 +184,6 @@ def test_a_table_that_is_not_there(folder):
 def test_files_that_cannot_be_read_are_left_out(folder):
   (folder / 'd.png').write_bytes(b'no picture')
   with pytest.raises(errors.UserError, match=r'd\.png'):
-    images.num_examples(make_config(folder, COLUMNS))
+    len(images.open_split(make_config(folder, COLUMNS), 'train'))
   config = make_config(folder, COLUMNS, unreadable='skip')
-  assert images.num_examples(config) == 3
+  assert len(images.open_split(config, 'train')) == 3

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+from batch_checks import fingerprint_of
 import numpy as np
 import pytest
 
@@ -109,7 +110,7 @@ def test_batches_of_scenes():
   changed = dataclasses.replace(
     config, scenes=dataclasses.replace(config.scenes, clutter=3)
   )
-  assert images.fingerprint(changed) != images.fingerprint(config)
+  assert fingerprint_of(changed) != fingerprint_of(config)
 
 
 def test_refusals():

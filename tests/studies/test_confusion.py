@@ -111,7 +111,8 @@ def test_one_class_is_true(folder):
 def test_the_worst_pictures_have_their_names(folder):
   task = make(folder)
   label_N, logits_NV = held_out(task)
-  names, classes = images_lib.picture_names(task.config.data, 'eval'), [*COUNTS]
+  split = images_lib.open_split(task.config.data, 'eval')
+  names, classes = [split.name(i) for i in range(len(split))], [*COUNTS]
   shifted_NV = logits_NV - logits_NV.max(-1, keepdims=True)
   nats_NV = np.log(np.exp(shifted_NV).sum(-1, keepdims=True)) - shifted_NV
   wrong = [
