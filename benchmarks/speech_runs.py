@@ -5,7 +5,6 @@ from study import Study
 
 import mod_jax
 from mod_jax import flops
-from mod_jax.studies import speech as studies
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
@@ -44,7 +43,8 @@ def tell(study: Study):
       macs = task.macs(metrics['load'])
       trained = mod_jax.load(study.workdir(config.name))
       params, state = trained.variables['params'], {}
-      found = studies.silence(trained.task, params, state, None).metrics
+      silence = trained.task.studies()['silence']
+      found = silence(params, state, None).metrics
       names = ('load', 'load_std', 'token_std', 'budget_error')
       more |= {
         **{name: metrics[name] for name in names},

@@ -8,14 +8,12 @@ from mod_jax.data import augment, corruptions
 from mod_jax.data import images as images_lib
 from mod_jax.layers import stack as stack_lib
 from mod_jax.models import acm
-from mod_jax.studies import devices
 from mod_jax.train.task import Study
 
 _IMAGES = 512
 _SEVERITIES = range(6)  # 0 is the clean image.
 
 
-@devices.on_one_device
 def robustness(task, params, model_state) -> Study:
   """Measures accuracy and load under corruptions of five severities.
 

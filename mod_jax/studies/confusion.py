@@ -12,7 +12,6 @@ import numpy as np
 from mod_jax import viz
 from mod_jax.data import images as images_lib
 from mod_jax.losses import classification
-from mod_jax.studies import devices
 from mod_jax.train.task import Study
 
 _WORST = 24  # Pictures that are shown,
@@ -21,7 +20,6 @@ _CLASSES = 40  # Classes in the table; the file has all.
 _MISTAKEN = 3  # Classes that one is taken for most often.
 
 
-@devices.on_one_device
 def confusion(task, params, model_state) -> Study:
   """Counts which class is taken for which, on all held-out images.
 

@@ -19,7 +19,6 @@ _NEW = 32  # Tokens of a timed continuation; at most half of a row.
 _COLUMNS = ('loss', 'bits_per_byte', 'flops', 'tokens_per_second')
 
 
-@devices.on_one_device
 def conversion(task, params, model_state) -> Study:
   """Measures the loss in quality by routing, and its savings.
 

@@ -8,7 +8,6 @@ import scipy
 
 from mod_jax import flops, losses, timing, viz
 from mod_jax.models import vit
-from mod_jax.studies import devices
 from mod_jax.train.task import Study
 
 _BATCHES = (1, 8, 32)
@@ -16,7 +15,6 @@ _ROUNDS = 9
 _IMAGES = 16  # Images in which to measure the importance of tokens.
 
 
-@devices.on_one_device
 def throughput(task, params, model_state) -> Study:
   """Times the model and its dense twin by batch size, in turn."""
   model = task.config.model
@@ -79,7 +77,6 @@ def _inference(config, variables, images_BHWC, key):
   return lambda: compiled(variables, images_BHWC, key).block_until_ready()
 
 
-@devices.on_one_device
 def importance(task, params, model_state) -> Study:
   """Correlates routing scores with the importance of tokens.
 

@@ -15,7 +15,6 @@ from mod_jax import errors, viz
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import Layer
 from mod_jax.models.vlm import VLMConfig
-from mod_jax.studies import devices
 from mod_jax.train.task import Study
 
 # Rows of held-out text for attention maps, and tokens of each.
@@ -29,7 +28,6 @@ _OFTEN = 40  # Minimum occurrences of a piece of text to be listed.
 _LISTED = 12  # Pieces to list at either end.
 
 
-@devices.on_one_device
 def arank(task, params, model_state) -> Study:
   """Measures the rank of attention maps, and suggests which blocks to route.
 
@@ -183,7 +181,6 @@ def _single_rows(task, *, whole: bool):
     )
 
 
-@devices.on_one_device
 def influence(task, params, model_state) -> Study:
   """Measures how far each block turns the features, to find idle blocks.
 
@@ -240,7 +237,6 @@ def influence(task, params, model_state) -> Study:
   )
 
 
-@devices.on_one_device
 def engagement(task, params, model_state) -> Study:
   """Correlates the routed blocks that process a token with its entropy.
 
@@ -315,7 +311,6 @@ def engagement(task, params, model_state) -> Study:
   )
 
 
-@devices.on_one_device
 def copying(task, params, model_state) -> Study:
   """Measures whether a language model copies from its context.
 

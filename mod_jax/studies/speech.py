@@ -8,7 +8,6 @@ import numpy as np
 from mod_jax.layers import stack as stack_lib
 from mod_jax.losses import ctc
 from mod_jax.sampling import transcripts
-from mod_jax.studies import devices
 from mod_jax.train.task import Study
 
 _WIDTHS = (4, 16)  # Prefixes of a beam.
@@ -16,7 +15,6 @@ _WIDTHS = (4, 16)  # Prefixes of a beam.
 _SILENT = 0.01
 
 
-@devices.on_one_device
 def decoding(task, params, model_state) -> Study:
   """Compares greedy decoding with beams of prefixes on held-out recordings."""
   modality = task.modality
@@ -48,7 +46,6 @@ def decoding(task, params, model_state) -> Study:
   return Study(text='\n'.join(lines), metrics=metrics)
 
 
-@devices.on_one_device
 def silence(task, params, model_state) -> Study:
   """Measures how many learners frames of silence and of speech run.
 

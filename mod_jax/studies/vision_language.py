@@ -3,13 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax.studies import devices
 from mod_jax.train.task import Study
 
 _ASKED = 500  # Held-out questions.
 
 
-@devices.on_one_device
 def image_tokens(task, params, model_state) -> Study:
   """Measures which tokens of held-out scenes each routed block processes.
 

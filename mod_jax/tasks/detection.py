@@ -126,7 +126,7 @@ class Detection(Pictures):
     note = 'mAP: mean average precision over overlaps of .50 to .95; mAP50: at'
     return f'{super().summary(task, metrics)}\n{note} .50.'
 
-  def studies(self, task):
+  def studies(self):
     return {}
 
   def load_pictures(self, task, params, model_state):

@@ -172,22 +172,21 @@ class Images(Pictures):
       records, title=f'Loss and {what} over training', classifier=what
     )
 
-  def studies(self, task):
+  def studies(self):
     by_name = {
-      'confusion': functools.partial(confusion.confusion, task),
-      'throughput': functools.partial(studies.throughput, task),
+      'confusion': confusion.confusion,
+      'throughput': studies.throughput,
     }
     model = self.config.model
     if self.multi_label:  # The others ask for the one class.
       return by_name
     if model.adaptive is not None:
-      run = functools.partial(adaptive_studies.robustness, task)
-      by_name['robustness'] = run
+      by_name['robustness'] = adaptive_studies.robustness
     # The study runs the dense model with the same weights.
     if model.routing is not None and model == dataclasses.replace(
       model.dense_twin(), routing=model.routing
     ):
-      by_name['importance'] = functools.partial(studies.importance, task)
+      by_name['importance'] = studies.importance
     return by_name
 
   def examples(self, count: int) -> dict[str, np.ndarray]:

@@ -396,18 +396,18 @@ class Language(Modality):
       ),
     }
 
-  def studies(self, task):
+  def studies(self):
     by_name = {
-      'arank': functools.partial(studies.arank, task),
-      'copying': functools.partial(studies.copying, task),
-      'influence': functools.partial(studies.influence, task),
+      'arank': studies.arank,
+      'copying': studies.copying,
+      'influence': studies.influence,
     }
     model = self.config.model
     if model.num_routed:
-      by_name['engagement'] = functools.partial(studies.engagement, task)
+      by_name['engagement'] = studies.engagement
       # The dense model has neither experts nor learners.
       if self.config.init and model.experts is None and model.adaptive is None:
-        by_name['conversion'] = functools.partial(conversion, task)
+        by_name['conversion'] = conversion
     return by_name
 
   def load_pictures(self, task, params, model_state):

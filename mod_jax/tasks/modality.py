@@ -140,8 +140,11 @@ class Modality(Data):
     """Returns pictures of an adaptive model's compute by token and row."""
 
   @abc.abstractmethod
-  def studies(self, task) -> dict[str, Callable[..., Study]]:
-    """Returns the studies of a trained model, by name."""
+  def studies(self) -> dict[str, Callable[..., Study]]:
+    """Returns the studies of a trained model, by name.
+
+    Each is called with (task, params, model_state), on one device.
+    """
 
   def texts(self, task, params, model_state) -> Iterable[str]:
     """Yields texts to show at the end of a run."""

@@ -288,7 +288,15 @@ class Plain(Method):
     return self.modality.pictures(self, params, model_state)
 
   def studies(self):
-    return self.modality.studies(self)
+    def run(study, params, model_state, mesh):
+      del mesh  # A study has few rows, which may not fit it.
+      with one_device(params, model_state) as variables:
+        return study(self, *variables)
+
+    return {
+      name: functools.partial(run, study)
+      for name, study in self.modality.studies().items()
+    }
 
   def finish(self, params, model_state):
     return self.modality.texts(self, params, model_state)

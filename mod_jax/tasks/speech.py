@@ -232,10 +232,10 @@ class Speech(Modality):
       title='Where the compute goes in speech',
     )
 
-  def studies(self, task):
-    by_name = {'decoding': functools.partial(studies.decoding, task)}
+  def studies(self):
+    by_name = {'decoding': studies.decoding}
     if self.config.model.adaptive is not None:
-      by_name['silence'] = functools.partial(studies.silence, task)
+      by_name['silence'] = studies.silence
     return by_name
 
   # Use.

@@ -382,10 +382,10 @@ class VisionLanguage(Modality):
   def load_pictures(self, task, params, model_state):
     return {}
 
-  def studies(self, task):
-    by_name = {'arank': functools.partial(arank, task)}
+  def studies(self):
+    by_name = {'arank': arank}
     if self._chooses_image_tokens and self.config.data.source == 'scenes':
-      by_name['image_tokens'] = functools.partial(image_tokens, task)
+      by_name['image_tokens'] = image_tokens
     return by_name
 
   def answers(

@@ -73,7 +73,7 @@ def held_out(task):
 def study(task):
   mesh, params = parallel.make_mesh(parallel.MeshConfig()), params_of()
   with jax.set_mesh(mesh):
-    return confusion.confusion(task, params, {}, mesh)
+    return task.studies()['confusion'](params, {}, mesh)
 
 
 def table(text):

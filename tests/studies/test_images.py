@@ -53,7 +53,7 @@ class TestImportance:
       return plt.figure()
 
     monkeypatch.setattr(image_studies.viz, 'importance_scatter', scatter)
-    study = image_studies.importance(task, params, {}, None)
+    study = task.studies()['importance'](params, {}, None)
     plt.close(study.figures['scatter'])
 
     model = task.config.model
@@ -79,7 +79,7 @@ class TestImportance:
     task, params = make(routed('amod'))
     # A head that does not look: no token matters.
     head = {**params['head'], 'kernel': jnp.zeros((8, 10))}
-    study = image_studies.importance(task, params | {'head': head}, {}, None)
+    study = task.studies()['importance'](params | {'head': head}, {}, None)
     assert np.isnan(list(study.metrics['1'].values())).all()
     assert 'nan' in study.text
     plt.close(study.figures['scatter'])
@@ -93,7 +93,7 @@ class TestImportance:
       for name, x in trees.flatten(params['block_1']).items()
     }
     params = params | {'block_1': trees.unflatten(silent)}
-    study = image_studies.importance(task, params, {}, None)
+    study = task.studies()['importance'](params, {}, None)
     assert np.isnan(study.metrics['1']['pearson'])
     assert np.isfinite(study.metrics['2']['pearson'])
     plt.close(study.figures['scatter'])
@@ -160,7 +160,7 @@ def test_throughput(monkeypatch):
 
   monkeypatch.setattr(image_studies.timing, 'interleaved', timed)
   task, params = make(model)
-  study = image_studies.throughput(task, params, {}, None)
+  study = task.studies()['throughput'](params, {}, None)
   ratio = flops.forward(model) / flops.forward(DENSE)
   assert study.metrics['flop_ratio'] == ratio
   assert ratio < 1
