@@ -16,8 +16,9 @@ stride L, so that each token is a target exactly once. With segments, a target
 that begins another document has weight 0.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 import dataclasses
+import functools
 import os
 import pathlib
 import platform
@@ -30,6 +31,7 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import errors, paths
 from mod_jax.data import (
+  batches,
   bpe,
   common,
   corpus,
@@ -268,17 +270,13 @@ def train_iterator(
 def eval_batches(
   config: TextDataConfig,
   *,
-  batch_size: int,
-  num_batches: int | None = None,
   shard_index: int = 0,
   shard_count: int = 1,
+  **kwargs,
 ) -> Iterator[Batch]:
-  """Returns this shard's held-out batches, always the same in the same order.
+  """Returns held-out batches; keywords are those of `batches.held_out`.
 
-  All shards get the same number of batches; the last is padded with rows of
-  weight 0. Without a limit, every held-out target counts exactly once over all
-  batches of all shards; the rows of `num_batches` are spread evenly over the
-  data.
+  Every held-out target is in exactly one row.
   """
   stream = open_stream(
     config, 'held_out', shard_index=shard_index, shard_count=shard_count
@@ -291,11 +289,12 @@ def eval_batches(
       f'the held-out text holds {len(stream)} tokens, too few for one target: '
       'hold out more by eval_files or eval_fraction'
     )
-  count = len(windows)
-  if num_batches is not None:
-    count = min(count, num_batches * batch_size * shard_count)
-  indices = [i * len(windows) // count for i in range(count)]
-  return _padded_batches(windows, indices, batch_size, shard_index, shard_count)
+  return batches.held_out(
+    *(functools.partial(_eval_row, windows), len(windows), 0),
+    shard_index=shard_index,
+    shard_count=shard_count,
+    **kwargs,
+  )
 
 
 def num_train_tokens(config: TextDataConfig) -> int:
@@ -452,19 +451,9 @@ def _cache_dir(config: TextDataConfig) -> str:
   )
 
 
-def _padded_batches(
-  windows: Windows,
-  indices: Sequence[int],
-  batch_size: int,
-  shard_index: int,
-  shard_count: int,
-) -> Iterator[Batch]:
-  """Yields a shard's batches of rows; all shards yield the same number."""
-  for start in range(0, len(indices), batch_size * shard_count):
-    start += batch_size * shard_index
-    rows = [windows[i] for i in indices[start : start + batch_size]]
-    rows += [windows.empty_row()] * (batch_size - len(rows))
-    batch = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
-    if 'segments' not in batch:  # Then only padding has weight 0.
-      batch['valid'] = batch['weights'] > 0
-    yield batch
+def _eval_row(windows: Windows, index: np.integer) -> Batch:
+  real = index != batches.PADDING
+  row = windows[int(index)] if real else windows.empty_row()
+  if 'segments' not in row:  # Then only padding has weight 0.
+    row['valid'] = row['weights'] > 0
+  return row
