@@ -126,12 +126,6 @@ class Detection(Pictures):
     note = 'mAP: mean average precision over overlaps of .50 to .95; mAP50: at'
     return f'{super().summary(task, metrics)}\n{note} .50.'
 
-  def studies(self):
-    return {}
-
-  def load_pictures(self, task, params, model_state):
-    return {}
-
   def pictures(self, task, params, model_state):
     batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
     output = task.on_examples(params, model_state, batch, Mode())

@@ -12,7 +12,7 @@ from mod_jax.data import images as images_lib
 from mod_jax.layers import lora
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.attention import attention_map
-from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.mode import Mode
 from mod_jax.losses import classification
 from mod_jax.losses.sums import Rows
 from mod_jax.models.dynamic_vit import DynamicViTConfig
@@ -149,20 +149,6 @@ class Images(Pictures):
     return {
       'mean_recall': np.nanmean(classification.precision_recall(matrix_VV)[1])
     }
-
-  def modes(self, *, more=False):
-    """Returns the plain mode, and for routed models one that skips blocks.
-
-    Not if experts choose their tokens: then the rule `never` would also change
-    their choices.
-    """
-    if more:
-      return {}
-    modes, model = {'': Mode()}, self.config.model
-    tokens_choose = model.experts is None or model.experts.choice == 'token'
-    if model.routing is not None and tokens_choose:
-      modes['never/'] = Mode(routing=RoutingMode(rule='never'))
-    return modes
 
   # Reports.
 

@@ -9,7 +9,7 @@ from etils import epath
 import numpy as np
 
 from mod_jax import viz
-from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses.sums import MetricSums, Pair
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.train.task import Data, Study
@@ -97,9 +97,20 @@ class Modality(Data):
     L is 1 if all tokens of a row have the same weight.
     """
 
-  @abc.abstractmethod
   def modes(self, *, more: bool = False) -> dict[str, Mode]:
-    """Returns the modes of evaluation, by prefix, as `Method.eval_modes`."""
+    """Returns the modes of evaluation, by prefix, as `Method.eval_modes`.
+
+    They are the plain one and, for routed models, one that skips blocks; this
+    not if experts choose their tokens, whose choices the rule `never` would
+    change, too.
+    """
+    if more:
+      return {}
+    modes, model = {'': Mode()}, self.config.model
+    tokens_choose = model.experts is None or model.experts.choice == 'token'
+    if model.routing is not None and tokens_choose:
+      modes['never/'] = Mode(routing=RoutingMode(rule='never'))
+    return modes
 
   def finish_metrics(self, metrics: dict[str, Any]) -> dict[str, float]:
     """Returns held-out metrics with derived ones added.
@@ -131,20 +142,20 @@ class Modality(Data):
     """Returns the figure of the losses in a run's records."""
     return viz.loss_curves(records, title='Loss over training')
 
-  @abc.abstractmethod
   def pictures(self, task, params, model_state) -> dict[str, 'Figure']:
     """Returns pictures of the trained model, routing and experts included."""
+    return {}
 
-  @abc.abstractmethod
   def load_pictures(self, task, params, model_state) -> dict[str, 'Figure']:
     """Returns pictures of an adaptive model's compute by token and row."""
+    return {}
 
-  @abc.abstractmethod
   def studies(self) -> dict[str, Callable[..., Study]]:
     """Returns the studies of a trained model, by name.
 
     Each is called with (task, params, model_state), on one device.
     """
+    return {}
 
   def texts(self, task, params, model_state) -> Iterable[str]:
     """Yields texts to show at the end of a run."""

@@ -15,7 +15,6 @@ from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data.characters import Characters
 from mod_jax.layers import lora
 from mod_jax.layers import stack as stack_lib
-from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses.sums import Rows
 from mod_jax.sampling import transcripts
 from mod_jax.studies import speech as studies
@@ -175,14 +174,6 @@ class Speech(Modality):
   def token_weights(self, batch):
     return batch['valid'] * batch['weight'][:, None]
 
-  def modes(self, *, more=False):
-    if more:
-      return {}
-    modes, model = {'': Mode()}, self.config.model
-    if model.routing is not None and model.experts is None:
-      modes['never/'] = Mode(routing=RoutingMode(rule='never'))
-    return modes
-
   # Reports.
 
   def summary(self, task, metrics):
@@ -195,9 +186,6 @@ class Speech(Modality):
     return '\n'.join(
       table(metrics, self.columns, rows, more=('GMACs a second',))
     )
-
-  def pictures(self, task, params, model_state):
-    return {}
 
   def load_pictures(self, task, params, model_state):
     """Draws the compute over time above the spectrograms."""

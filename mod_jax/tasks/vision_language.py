@@ -379,9 +379,6 @@ class VisionLanguage(Modality):
       title=title,
     )
 
-  def load_pictures(self, task, params, model_state):
-    return {}
-
   def studies(self):
     by_name = {'arank': arank}
     if self._chooses_image_tokens and self.config.data.source == 'scenes':
