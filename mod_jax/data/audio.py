@@ -310,15 +310,13 @@ def train_iterator(
   `frames` tells a number of samples' frames.
   """
   rows = batch_size * shard_count
-  if len(recordings) < rows:
-    raise UserError(
-      f'there are {len(recordings)} recordings to train on, fewer than the'
-      f' {rows} of one batch: add some or lower the batch size.'
-    )
+  batches.require_rows(len(recordings), rows, 'recordings')
   # All rows are made, so that the global batch does not depend on shards.
   dataset = grain.MapDataset.source(_Endless(recordings, frames, rows, seed))
   start = shard_index * batch_size
-  dataset = dataset.map(common.Rows(start, start + batch_size))
+  dataset = dataset.map(
+    functools.partial(common.select_rows, start=start, stop=start + batch_size)
+  )
   return batches.Batches(dataset, workers=0)
 
 
@@ -339,8 +337,9 @@ def eval_batches(
   order_N = np.argsort(recordings.bucket_N, kind='stable')
   rows = batch_size * shard_count
   index = batches.eval_indices(len(recordings), rows, num_batches, 0, 1)
-  shard = common.Rows(shard_index * batch_size, (shard_index + 1) * batch_size)
+  start = shard_index * batch_size
   for numbers in index.reshape(-1, rows):
     real = numbers != batches.PADDING
     indices = np.where(real, order_N[numbers], batches.PADDING)
-    yield shard.map(recordings.rows(indices, frames))
+    batch = recordings.rows(indices, frames)
+    yield common.select_rows(batch, start, start + batch_size)

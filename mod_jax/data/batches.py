@@ -21,11 +21,25 @@ _THREADS = 4
 _WORKER_BUFFER = 2
 
 
+def require_rows(count: int, rows: int, what: str) -> None:
+  """Raises UserError if `count` rows of training data do not fill a batch.
+
+  `rows` are those of a global batch, and `what` is what a row is, in the
+  plural.
+  """
+  if count < rows:
+    raise errors.UserError(
+      f'there are {count} {what} to train on, fewer than the {rows} of one'
+      ' batch: add some or lower the batch size.'
+    )
+
+
 def endless(
   make_row: Callable[[int, np.random.Generator], Batch],
   count: int,
   workers: int,
   *,
+  what: str,
   batch_size: int,
   seed: int,
   shard_index: int = 0,
@@ -34,8 +48,9 @@ def endless(
   """Returns an endless iterator over this shard's batches of `count` rows.
 
   The global batch is the same for any number of shards, and the first shard
-  gets its first rows.
+  gets its first rows. `what` is as in `require_rows`.
   """
+  require_rows(count, batch_size * shard_count, what)
   dataset = grain.MapDataset.source(range(count)).seed(seed)
   dataset = dataset.shuffle().repeat().random_map(make_row)
   dataset = GlobalRows(

@@ -5,7 +5,6 @@ import threading
 from typing import Any
 
 from absl import logging
-import grain
 import numpy as np
 
 from mod_jax import errors
@@ -37,14 +36,11 @@ def check_source(
       )
 
 
-class Rows(grain.transforms.Map):
-  """Selects rows [start, stop) of a batch; None is the end."""
-
-  def __init__(self, start: int, stop: int | None = None):
-    self._rows = slice(start, stop)
-
-  def map(self, element: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {key: value[self._rows] for key, value in element.items()}
+def select_rows(
+  batch: Mapping[str, np.ndarray], start: int, stop: int | None = None
+) -> dict[str, np.ndarray]:
+  """Returns rows [start, stop) of a batch; None is the end."""
+  return {key: value[start:stop] for key, value in batch.items()}
 
 
 _warned, _lock = set(), threading.Lock()

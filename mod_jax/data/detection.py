@@ -178,26 +178,13 @@ def open_split(config: DetectionDataConfig, split: Literal['train', 'eval']):
 
 
 def train_iterator(
-  config: DetectionDataConfig,
-  *,
-  batch_size: int,
-  shard_count: int = 1,
-  **kwargs,
+  config: DetectionDataConfig, **kwargs
 ) -> grain.DatasetIterator:
   """Returns an endless iterator; as `data.images.train_iterator`."""
   source = open_split(config, 'train')
-  rows = batch_size * shard_count
-  if len(source) < rows:
-    raise errors.UserError(
-      f'there are {len(source)} pictures to train on, fewer than the {rows} of'
-      ' one batch: add some or lower the batch size'
-    )
   make_row = functools.partial(_train_row, config, source)
   return batches.endless(
-    *(make_row, len(source), config.workers),
-    batch_size=batch_size,
-    shard_count=shard_count,
-    **kwargs,
+    make_row, len(source), config.workers, what='pictures', **kwargs
   )
 
 

@@ -331,12 +331,7 @@ def train_iterator(
       'raise it or set both to 0'
     )
   pictures = _Pictures(config, 'train')
-  if len(pictures) < rows:
-    raise errors.UserError(
-      f'there are {len(pictures)} pictures to train on, fewer than the {rows} '
-      f'of one batch ({batch_size} on each of {shard_count} shards): add some '
-      'or lower the batch size'
-    )
+  batches.require_rows(len(pictures), rows, 'pictures')
   # Shards are cut from the endless sequence and not from an epoch: shards of
   # unequal size would drift apart, and a global batch would mix epochs. Augment
   # before the cut, so that the random numbers depend on an image's position in
@@ -363,7 +358,7 @@ def train_iterator(
       seed=int(mix_seed[0]),
     )
   if extra:
-    dataset = dataset.map(common.Rows(extra))
+    dataset = dataset.map(functools.partial(common.select_rows, start=extra))
   return batches.Batches(dataset, config.workers)
 
 

@@ -195,15 +195,11 @@ class VisionLanguage(Modality):
 
   def endless(self, **kwargs):
     source = self._split('train')
-    rows = self.config.train.batch_size
-    if len(source) < rows:
-      raise errors.UserError(
-        f'there are {len(source)} conversations to train on, fewer than the'
-        f' {rows} of one batch: add some or lower the batch size.'
-      )
     make_row = functools.partial(self._train_row, source)
     workers = self.config.data.workers
-    return batches.endless(make_row, len(source), workers, **kwargs)
+    return batches.endless(
+      make_row, len(source), workers, what='conversations', **kwargs
+    )
 
   def eval_batches(self, **kwargs):
     source = self._split('eval')
