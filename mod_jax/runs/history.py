@@ -36,25 +36,41 @@ def cost_of_restarts(events: list[dict]) -> str | None:
   The cost of a restart is the time from its start to the end of its first step,
   and the time of the unsaved steps that were taken again.
   """
-  lives = []
-  for event in events:
-    if event['event'] == 'start':
-      lives.append({})
-    if lives:
-      lives[-1][event['event']] = event
-  restarts = [life for life in lives[1:] if 'first_step' in life]
+  restarts = [life for life in _lives(events)[1:] if 'first_step' in life]
   if not restarts:
     return None
   starting = sum(
     life['first_step']['time'] - life['start']['time'] for life in restarts
   )
   again = sum(life['start']['lost_steps'] for life in restarts)
-  timed = [life for life in lives if {'first_step', 'end'} <= life.keys()]
-  steps = sum(x['end']['step'] - x['first_step']['step'] for x in timed)
-  seconds = sum(x['end']['time'] - x['first_step']['time'] for x in timed)
-  lost = starting + again * seconds / max(1, steps)
+  lost = starting + again * (seconds_per_step(events) or 0.0)
   times = 'once' if len(restarts) == 1 else f'{len(restarts)} times'
   return (
     f'continued {times}, which cost about {lost:.0f} s: {starting:.0f} s to'
     f' start, and {again} step(s) done again'
   )
+
+
+def seconds_per_step(events: list[dict]) -> float | None:
+  """Returns the mean over all lives of a run that ended orderly, or None.
+
+  A life, from a start to the next, is timed from the end of its first step, so
+  without compilation.
+  """
+  timed = [
+    life for life in _lives(events) if {'first_step', 'end'} <= life.keys()
+  ]
+  steps = sum(x['end']['step'] - x['first_step']['step'] for x in timed)
+  seconds = sum(x['end']['time'] - x['first_step']['time'] for x in timed)
+  return seconds / steps if steps > 0 else None
+
+
+def _lives(events: list[dict]) -> list[dict[str, dict]]:
+  """Returns the last event of each name, for each start of a run."""
+  lives = []
+  for event in events:
+    if event['event'] == 'start':
+      lives.append({})
+    if lives:
+      lives[-1][event['event']] = event
+  return lives

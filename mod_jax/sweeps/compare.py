@@ -18,6 +18,7 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import flops, tables, viz
 from mod_jax.errors import UserError
+from mod_jax.runs import history
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import make_task
@@ -68,26 +69,8 @@ def read(workdir, name: str | None = None) -> Run:
     records=records,
     step=step,
     flops_S=np.cumsum([0.0, *spent]),
-    seconds_per_step=_seconds_per_step(metrics_lib.read_events(workdir)),
+    seconds_per_step=history.seconds_per_step(metrics_lib.read_events(workdir)),
   )
-
-
-def _seconds_per_step(events) -> float | None:
-  """Returns the mean over all sessions that ended orderly, or None.
-
-  A session is timed from the end of its first step, so without compilation.
-  """
-  steps, seconds, first = 0, 0.0, None
-  for event in events:
-    if event['event'] == 'start':
-      first = None  # The previous session was killed: its end is unknown.
-    elif event['event'] == 'first_step':
-      first = event
-    elif event['event'] == 'end' and first is not None:
-      steps += event['step'] - first['step']
-      seconds += event['time'] - first['time']
-      first = None
-  return seconds / steps if steps > 0 else None
 
 
 _FORMS = {
