@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 import contextlib
 import dataclasses
 import functools
-import json
 from typing import Any
 
 from absl import logging
@@ -179,11 +178,7 @@ def report(trained: Trained, metrics: dict[str, float], workdir) -> None:
 
 def last_step(workdir) -> int | None:
   """Returns the step of the last report in `eval.json`, or None."""
-  path = workdir_lib.expand(workdir) / _METRICS
-  try:
-    return json.loads(path.read_text())['step']
-  except (OSError, ValueError, KeyError, TypeError):
-    return None
+  return paths.read_object(workdir_lib.expand(workdir) / _METRICS).get('step')
 
 
 def find_studies(
