@@ -170,48 +170,38 @@ def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
   return Examples(config, split)
 
 
-def _at_an_end(axis: int, sign: int):
-  """Returns a function of a scene: its first or last digit along an axis."""
-
-  def digit(rng, boxes_N4, digits_N):
-    del rng
-    order_N = np.argsort(sign * boxes_N4[:, axis])
-    place_N = boxes_N4[order_N, axis]
-    if len(place_N) > 1 and abs(place_N[1] - place_N[0]) < _APART:
-      return None  # Nobody could tell.
-    return '', int(digits_N[order_N[0]])
-
-  return digit
+def _at_an_end(wanted, rng, boxes_N4, digits_N, *, axis: int, sign: int):
+  """Asks for the first or the last digit along an axis."""
+  del wanted, rng
+  order_N = np.argsort(sign * boxes_N4[:, axis])
+  place_N = boxes_N4[order_N, axis]
+  if len(place_N) > 1 and abs(place_N[1] - place_N[0]) < _APART:
+    return None  # Nobody could tell.
+  return '', int(digits_N[order_N[0]])
 
 
-def _count(wanted: int):
-  """Returns a function that asks for a digit that is there so many times."""
-
-  def ask(rng, boxes_N4, digits_N):
-    del boxes_N4
-    fits = np.flatnonzero(np.bincount(digits_N, minlength=10) == wanted)
-    return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
-
-  return ask
+def _count(wanted: int, rng, boxes_N4, digits_N):
+  """Asks for a digit that is there so many times."""
+  del boxes_N4
+  fits = np.flatnonzero(np.bincount(digits_N, minlength=10) == wanted)
+  return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
 
 
-def _presence(wanted: str):
-  def ask(rng, boxes_N4, digits_N):
-    del boxes_N4
-    there = np.bincount(digits_N, minlength=10) > 0
-    fits = np.flatnonzero(there == (wanted == 'yes'))
-    return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
-
-  return ask
+def _presence(wanted: str, rng, boxes_N4, digits_N):
+  """Asks for a digit that is there, or is not."""
+  del boxes_N4
+  there = np.bincount(digits_N, minlength=10) > 0
+  fits = np.flatnonzero(there == (wanted == 'yes'))
+  return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
 
 
-def _sum(rng, boxes_N4, digits_N):
-  del rng, boxes_N4
+def _sum(wanted, rng, boxes_N4, digits_N):
+  del wanted, rng, boxes_N4
   return '', int(digits_N.sum())
 
 
-def _all(rng, boxes_N4, digits_N):
-  del rng
+def _all(wanted, rng, boxes_N4, digits_N):
+  del wanted, rng
   x_N = np.sort(boxes_N4[:, 0])
   if (np.diff(x_N) < _APART).any():
     return None
@@ -226,34 +216,33 @@ class _Question(NamedTuple):
     question: with `{}` for a digit's name.
     answers: the possible answers, each asked for equally often; None if those
       of the scenes are as they come.
-    ask: makes of an answer a function that returns, of a scene, the digit's
-      name and the true answer; None if it has none.
+    ask: takes the wanted answer, a source of random numbers, and the boxes and
+      digits of a scene; returns the digit's name and the scene's true answer,
+      or None if it has none.
   """
 
   question: str
   answers: tuple[Any, ...] | None
-  ask: Callable[[Any], Callable]
+  ask: Callable[..., tuple[str, Any] | None]
 
 
-def _place(axis, sign):
-  return lambda _: _at_an_end(axis, sign)
+def _of_an_end(question: str, axis: int, sign: int) -> _Question:
+  """Returns a question about the first or the last digit along an axis."""
+  ask = functools.partial(_at_an_end, axis=axis, sign=sign)
+  return _Question(question, (*range(10),), ask)
 
 
 # Sums are asked for in the range where scenes of two to four digits are common.
 _ASKED: dict[Topic, _Question] = {
-  'leftmost': _Question(
-    'Which digit is leftmost?', (*range(10),), _place(0, 1)
-  ),
-  'rightmost': _Question(
-    'Which digit is rightmost?', (*range(10),), _place(0, -1)
-  ),
-  'highest': _Question('Which digit is highest?', (*range(10),), _place(1, 1)),
-  'lowest': _Question('Which digit is lowest?', (*range(10),), _place(1, -1)),
+  'leftmost': _of_an_end('Which digit is leftmost?', 0, 1),
+  'rightmost': _of_an_end('Which digit is rightmost?', 0, -1),
+  'highest': _of_an_end('Which digit is highest?', 1, 1),
+  'lowest': _of_an_end('Which digit is lowest?', 1, -1),
   'count': _Question('How often is there a {}?', (0, 1, 2), _count),
   'presence': _Question('Is there a {}?', ('yes', 'no'), _presence),
-  'sum': _Question('What is the sum?', (*range(6, 22),), lambda _: _sum),
+  'sum': _Question('What is the sum?', (*range(6, 22),), _sum),
   # From left to right.
-  'digits': _Question('Which digits are there?', None, lambda _: _all),
+  'digits': _Question('Which digits are there?', None, _all),
 }
 
 
@@ -292,12 +281,11 @@ class SceneQuestions:
     rng = np.random.default_rng((*self._key, int(index)))
     for _ in range(_DRAWS):
       topic = self._topics[rng.integers(len(self._topics))]
-      question, answers, make = _ASKED[topic]
+      question, answers, ask = _ASKED[topic]
       wanted = answers and answers[rng.integers(len(answers))]
-      ask = make(wanted)
       for _ in range(_TRIES):
         scene = int(rng.integers(len(self._scenes)))
-        found = ask(rng, *self._objects(scene))
+        found = ask(wanted, rng, *self._objects(scene))
         if found is not None and wanted in (None, found[1]):
           name, answer = found
           number = TOPICS.index(topic)
