@@ -68,20 +68,13 @@ def conversion(task, params, model_state) -> Study:
 
 def _held_out(task, config, variables, mode) -> dict[str, float]:
   """Returns loss and bits per byte of a model on held-out batches."""
-  model = config.build(**vars(mode))
-  key = jax.random.key(task.config.seed)
-
-  @jax.jit
-  def look(variables, batch):
-    args, kwargs = task.modality.inputs(batch, train=False)
-    output = model.apply(variables, *args, **kwargs, rngs={'routing': key})
-    return task.modality.eval_sums(output, batch, mode)
-
-  sums = {}
-  for batch in task.modality.eval_batches(
-    batch_size=task.config.evaluation.batch_size, num_batches=_BATCHES
+  model_state, sums = dict(variables), {}
+  params = model_state.pop('params')
+  for _, found in task.over_held_out(
+    lambda output, batch: task.modality.eval_sums(output, batch, mode),
+    *(params, model_state, _BATCHES, mode, config),
   ):
-    sums = sums_lib.add(sums, look(variables, batch))
+    sums = sums_lib.add(sums, found)
   metrics = task.finish_metrics(metrics_lib.finalize(sums))
   return {name: metrics[name] for name in _COLUMNS if name in metrics}
 

@@ -53,13 +53,10 @@ def takers(
 
 def load_picture(task, params, model_state, mode: Mode, title: str):
   """Draws how many held-out tokens each expert takes."""
-  key = jax.random.key(task.config.seed)
   experts = task.config.model.experts
 
-  @jax.jit
-  def count(params, model_state, batch):
+  def count(output, batch):
     """Returns counts of choices, of tokens without any expert, of tokens."""
-    output = task.apply(params, model_state, batch, key, mode)
     # Rows of padding do not count.
     real_B11 = task.modality.token_weights(batch).any(axis=-1)[:, None, None]
     counts = []
@@ -76,11 +73,10 @@ def load_picture(task, params, model_state, mode: Mode, title: str):
       )
     return counts
 
-  settings, total = task.config.evaluation, None
-  for batch in task.modality.eval_batches(
-    batch_size=settings.batch_size, num_batches=settings.final_batches or None
+  num_batches, total = task.config.evaluation.final_batches, None
+  for _, counts in task.over_held_out(
+    count, params, model_state, num_batches, mode
   ):
-    counts = jax.device_get(count(params, model_state, batch))
     # Sums of int32 might overflow.
     counts = jax.tree.map(lambda x: np.asarray(x, np.int64), counts)
     total = counts if total is None else jax.tree.map(np.add, total, counts)

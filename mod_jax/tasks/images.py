@@ -206,17 +206,11 @@ class Images(Pictures):
     """Rows and columns of patches."""
     return (self._backbone.grid,) * 2
 
-  def look(self, params, model_state):
+  def look(self, task, params, model_state):
     """Returns images, labels, the model's output, and its intermediates."""
     batch = self.examples(_PICTURED)
-    key = jax.random.key(self.config.seed)
-    apply = functools.partial(
-      self.config.model.build().apply,
-      rngs={'routing': key},
-      mutable='intermediates',
-    )
-    output, state = jax.device_get(
-      jax.jit(apply)({'params': params, **model_state}, batch['image'])
+    output, state = task.on_examples(
+      *(params, model_state, batch, Mode()), mutable='intermediates'
     )
     labels = [
       self.caption(label, logits_V)
@@ -231,7 +225,7 @@ class Images(Pictures):
     if pruned and model.score == 'structural':
       return {}
     with one_device(params, model_state) as variables:
-      shown_BHWC, labels, output, intermediates = self.look(*variables)
+      shown_BHWC, labels, output, intermediates = self.look(task, *variables)
       examples = shown_BHWC, labels, output
       if model.experts is not None:
         figures['expert_load'] = expert_pictures.load_picture(

@@ -223,24 +223,31 @@ class Plain(Method):
   def eval_modes(self, *, more=False):
     return self.modality.modes(more=more)
 
-  def apply(self, params, model_state, batch, key, mode):
-    """Returns the output on a held-out batch."""
-    args, kwargs = self.modality.inputs(batch, train=False)
-    model = self.config.model.build(**vars(mode))
-    return model.apply(
-      {'params': params, **model_state}, *args, **kwargs, rngs={'routing': key}
-    )
+  def apply(self, params, model_state, batch, key, mode, model=None, **kwargs):
+    """Returns the output on a held-out batch, by default of the task's model.
 
-  def over_held_out(self, function, params, model_state, num_batches: int):
+    `kwargs` are those of the module's `apply`.
+    """
+    args, inputs = self.modality.inputs(batch, train=False)
+    kwargs |= inputs | {'rngs': {'routing': key}}
+    model = (model or self.config.model).build(**vars(mode))
+    return model.apply({'params': params, **model_state}, *args, **kwargs)
+
+  def over_held_out(
+    self, function, params, model_state, num_batches: int, mode=None, model=None
+  ):
     """Yields held-out batches, 0 for all, each with `function(output, batch)`.
 
-    The function is compiled.
+    The function is compiled. `mode` is the plain one by default, and `model` as
+    for `apply`.
     """
     key = jax.random.key(self.config.seed)
 
     @jax.jit
     def run(params, model_state, batch):
-      output = self.apply(params, model_state, batch, key, Mode())
+      output = self.apply(
+        *(params, model_state, batch, key, mode or Mode()), model=model
+      )
       return function(output, batch)
 
     for batch in self.modality.eval_batches(
@@ -249,11 +256,11 @@ class Plain(Method):
     ):
       yield batch, jax.device_get(run(params, model_state, batch))
 
-  def on_examples(self, params, model_state, batch, mode):
-    """Returns the output on a small batch, on the host."""
+  def on_examples(self, params, model_state, batch, mode, **kwargs):
+    """Returns the output on a small batch, on the host; as `apply`."""
     with one_device(params, model_state) as variables:
       key = jax.random.key(self.config.seed)
-      look = jax.jit(functools.partial(self.apply, mode=mode))
+      look = jax.jit(functools.partial(self.apply, mode=mode, **kwargs))
       return jax.device_get(look(*variables, batch, key))
 
   def eval_step(self, params, model_state, batch, key, mode):
