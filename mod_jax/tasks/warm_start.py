@@ -63,8 +63,8 @@ def load_weights(
   Args:
     init: directory of a run or of an exported model, or published weights, as
       `pretrained.source.Source` opens them.
-    model: config of the model; None takes only what `mod_jax` wrote, with names
-      and shapes as they are.
+    model: config of the model; None takes a run, an export or adapters of PEFT,
+      without any of these changes.
     params: initialised parameters; shapes suffice for those to replace.
     model_state: other initialised collections, likewise.
     whole: whether all weights must come from `init`, as for a teacher: then it

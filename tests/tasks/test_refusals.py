@@ -1,6 +1,7 @@
 """What tasks and their runs refuse: in one sentence, with the way out."""
 
 import dataclasses
+import pathlib
 import re
 
 import pytest
@@ -24,6 +25,7 @@ from mod_jax.tasks.experiment import (
 )
 from mod_jax.train import evaluation, loop
 
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 ADAPTIVE = dataclasses.replace(
   tiny.VIT, adaptive=AdaptiveConfig(num_learners=2, replace=(FFNS,))
 )
@@ -227,3 +229,17 @@ def test_a_teacher_must_be_whole(tmp_path, change, offender):
   config = run(model, data, init=str(tmp_path / 'run'))
   with pytest.raises(UserError, match=re.escape(offender)):
     taught(config)
+
+
+@pytest.mark.parametrize('published', [True, False])
+def test_weights_of_another_kind_of_model(tmp_path, published):
+  kind, init = 'detector', GOLDEN / 'detr'
+  if not published:
+    kind, init = 'vision', tmp_path
+    tiny.save_run(init, run(tiny.VIT), tiny.random_params(tiny.VIT))
+  task = make_task(run(tiny.LM, init=str(init)))
+  variables = tiny.shapes(tiny.LM)
+  with pytest.raises(
+    UserError, match=f"the kind '{kind}', and one of the kind 'language'"
+  ):
+    task.start(variables.pop('params'), variables, str(init))
