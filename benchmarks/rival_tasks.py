@@ -14,6 +14,7 @@ from mod_jax import flops, trees
 from mod_jax.layers import stack
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.models.vit import ViTConfig, ViTOutput
+from mod_jax.tasks import warm_start
 from mod_jax.tasks.images import Images
 from mod_jax.tasks.plain import Plain, joined
 
@@ -111,7 +112,7 @@ class Exits(Rival):
     return self._model.build().init(key, self.config.model.example())
 
   def start(self, params, model_state, init):
-    return self.modality.load_weights(
+    return warm_start.load_weights(
       *(init, self.config.model, params, model_state), new=(EXIT_NAMES,)
     )
 
@@ -147,7 +148,7 @@ class MoEfication(Rival):
 
   def start(self, params, model_state, init):
     model = self.config.model
-    of_relu = self.modality.load_teacher(init, with_relu(model))['params']
+    of_relu = self.load_whole(init, with_relu(model))['params']
     for i in range(model.num_layers):
       block = of_relu[f'block_{i}']
       up_DF = np.asarray(block['mlp']['up']['kernel'])

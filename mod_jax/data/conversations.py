@@ -341,7 +341,7 @@ class Examples:
     if not self._examples:
       raise errors.UserError(
         f'{file} has {len(examples)} examples, of which eval_fraction='
-        f'{config.eval_fraction} holds none out: raise it, or add examples.'
+        f'{config.eval_fraction} holds none out: raise it, or add pictures.'
       )
 
   def __len__(self) -> int:

@@ -146,8 +146,8 @@ def test_what_no_scene_answers_is_refused():
   source._objects = lambda i: (np.zeros((12, 4)), digits_N)
   with pytest.raises(UserError, match='no scene had an answer'):
     source.question(0)
-  ask = conversations._presence('no')
-  assert ask(np.random.default_rng(0), None, np.arange(10)) is None
+  rng, all_N = np.random.default_rng(0), np.arange(10)
+  assert conversations._presence('no', rng, None, all_N) is None
 
 
 TABLE = 'image\tquestion\tanswer\textra\n'

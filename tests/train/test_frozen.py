@@ -282,9 +282,11 @@ def test_pictures_train_adapters_and_a_new_head(tmp_path):
 
 
 def of_pictures(tmp_path):
-  """LLaVA with a frozen tower, and questions of a word about a picture."""
-  Image.new('RGB', (6, 6)).save(tmp_path / 'a.png')
-  rows = [('image', 'question', 'answer'), *[('a.png', 'word1', 'word2')] * 8]
+  """LLaVA with a frozen tower, and questions of a word about two pictures."""
+  rows = [('image', 'question', 'answer')]
+  for name in ('a.png', 'b.png'):
+    Image.new('RGB', (6, 6)).save(tmp_path / name)
+    rows += [(name, 'word1', 'word2')] * 8
   (tmp_path / 'asked.tsv').write_text('\n'.join(map('\t'.join, rows)))
   words = {f'word{i}': i for i in range(29)}
   model = tokenizers.models.WordLevel(words, unk_token='word0')
