@@ -200,9 +200,8 @@ class Methods:
     for name, runs in study_tables.of_whole_seeds(found).items():
       accuracy = machine.spread([run['accuracy'] for run in runs])
       mega = machine.spread([run['forward_flops'] / 1e6 for run in runs])
-      points.append(
-        machine.point(name, re.split('[ ,]', name)[0], mega['mean'], accuracy)
-      )
+      group = re.split(r',| (?=[\d.])', name)[0]
+      points.append(machine.point(name, group, mega['mean'], accuracy))
     return viz.accuracy_flops(
       points,
       title=self._title,

@@ -192,6 +192,32 @@ def prove_vision():
   return markdown(header, rows)
 
 
+@table
+def prove_vlm():
+  """LLaVA-7B's second stage on slices of TPUs."""
+  rows = [
+    [
+      {'dense': 'dense', 'pmod': 'p-MoD'}[row['id']],
+      f'16 {chip}',
+      '·'.join(row[axis] for axis in ('data', 'fsdp', 'tensor')),
+      *(f'{number(row, key) / 2**30:.1f}' for key in ('memory', 'available')),
+      f'{number(row, "products_ratio"):.3f}',
+      f'{number(row, "sent") / 1e9:.0f}',
+      *(
+        f'{1e3 * number(row, key):,.0f}'
+        for key in ('compute_seconds', 'network_seconds')
+      ),
+    ]
+    for chip in ('v5p', 'v5e')
+    for row in read_csv(f'prove_vlm/{chip}.csv')
+  ]
+  header = [
+    *('model', 'slice', 'mesh', 'GiB a chip', 'of'),
+    *('products, found / counted', 'sent, GB', 'products, ms', 'network, ms'),
+  ]
+  return markdown(header, rows)
+
+
 PROGRAMS = {
   'kernels': 'kernels',
   'blocks': 'kernels, rows in blocks',
