@@ -222,7 +222,11 @@ class MoEfiedMLP(nn.Module):
       param('down', lecun, e, f, d),
     )
     up_EF, down_D = param('up_bias', zeros, e, f), param('down_bias', zeros, d)
-    unit_BLD = x_BLD / (jnp.linalg.norm(x_BLD, axis=-1, keepdims=True) + 1e-6)
+    # Routers learn from the features, which do not learn from them.
+    seen_BLD = jax.lax.stop_gradient(x_BLD)
+    unit_BLD = seen_BLD / (
+      jnp.linalg.norm(seen_BLD, axis=-1, keepdims=True) + 1e-6
+    )
     score_BLE = unit_BLD
     for i, size in enumerate((config.router, experts)):
       kernel = nn.with_logical_partitioning(

@@ -124,7 +124,13 @@ def test_all_experts_are_the_feed_forward():
     by_hand = jax.nn.relu(units) @ params['down']['kernel'][chosen]
     by_hand += params['down']['bias']
     np.testing.assert_allclose(y_BLD[b, length], by_hand, atol=1e-5)
-  # The router's loss is least where scores say what is active.
+
+  # The router's loss trains the router alone.
+  def scores(x_BLD):
+    return rivals.MoEfiedMLP(one).apply(variables, x_BLD)[1]['moefied'][0].sum()
+
+  assert not jax.grad(scores)(x_BLD).any()
+  # The loss is least where scores say what is active.
   loss = rivals.router_loss(score_BLE, x_BLD, of_experts)
   assert np.isfinite(loss)
   assert slot.num_params == sum(x.size for x in jax.tree.leaves(variables))
