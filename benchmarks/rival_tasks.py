@@ -43,7 +43,7 @@ class Rival(Plain):
 
   def evaluated(self, variables, images_BHWC):
     """Returns the output with logits_BV, and further metrics of a picture."""
-    raise NotImplementedError
+    raise NotImplementedError  # Each rival has its own.
 
 
 class Halting(Rival):

@@ -155,7 +155,11 @@ TABLE = 'image\tquestion\tanswer\textra\n'
 
 @pytest.mark.parametrize('kind', ['tsv', 'names', 'bytes', 'datasets'])
 def test_a_table_is_read(tmp_path, kind):
-  rows = [('red.png', 'What "is" it?', 'red'), ('sub/blue.png', 'And?', 'blue')]
+  # With a separator of lines that does not end one in a table.
+  rows = [
+    ('red.png', 'What "is"\u2028it?', 'red'),
+    ('sub/blue.png', 'And?', 'blue'),
+  ]
   (tmp_path / 'sub').mkdir()
   for name, _, colour in rows:
     Image.new('RGB', (6, 4), colour).save(tmp_path / name)
