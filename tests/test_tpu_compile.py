@@ -22,6 +22,7 @@ from mod_jax.models import lm
 from mod_jax.models.vit import ViTConfig
 from mod_jax.parallel import MeshConfig
 from mod_jax.prove import hlo, prove, slices
+import mod_jax_kernels
 
 pytestmark = [
   pytest.mark.slow,
@@ -233,3 +234,31 @@ def test_kernels_run_on_each_chips_part(devices, name):
   assert re.search(part, text)
   # No chip gets what another one has of the batch: sums only.
   assert {x.kind for x in hlo.cost(text).collectives} <= {'all-reduce'}
+
+
+def test_gradients_of_learners_keep_no_hidden_units_on_a_tpu(devices):
+  tokens, width, hidden, learners, layers = 512, 128, 128, 3, 2
+
+  def loss(x_TD, weights, k_T):
+    def layer(x_TD, weights):
+      return x_TD + mod_jax_kernels.acm_mlp(x_TD, *weights, k_T), None
+
+    x_TD, _ = jax.lax.scan(layer, x_TD, weights)
+    return x_TD.astype('float32').sum()
+
+  def shape(*sizes, dtype='bfloat16'):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+  of_layers = (layers, learners)
+  weights = (
+    shape(*of_layers, width, hidden),
+    shape(*of_layers, hidden),
+    shape(*of_layers, hidden, width),
+  )
+  chip = jax.sharding.SingleDeviceSharding(devices[0])
+  step = jax.jit(jax.grad(loss, (0, 1)), in_shardings=chip, out_shardings=chip)
+  args = shape(tokens, width), weights, shape(tokens, dtype='int32')
+  text = step.lower(*args).compile().as_text()
+  assert text.count('tpu_custom_call') == 2
+  # For CPUs and GPUs the forward pass keeps an array of these.
+  assert f'{tokens},{learners * hidden}]' not in text
