@@ -127,7 +127,10 @@ class SweepConfig:
         f'base.model={type(self.base.model).__name__}: sweeps at equal FLOPs'
         ' are of language models, so expected LMConfig.'
       )
-    for name in ('objective', 'dense', 'train.capacity_warmup_steps'):
+    for name in (
+      *('objective', 'dense', 'train.capacity_warmup_steps'),
+      *('train.num_epochs', 'train.early_stop', 'train.frozen'),
+    ):
       if value := operator.attrgetter(name)(self.base):
         raise UserError(
           f'base.{name}={value}: its FLOPs are not planned for; leave it at'

@@ -193,6 +193,19 @@ def test_bad_plans(changes, message):
     plan.entries(small(**changes))
 
 
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  # Each changes how many steps are taken, or what a step costs.
+  [('num_epochs', 0.5), ('early_stop', 2), ('frozen', 'float32')],
+)
+def test_runs_that_would_not_spend_their_budget(name, value):
+  base = config_lib.replace(
+    small().base, {f'train.{name}': value, 'checkpoint.best': 'loss'}
+  )
+  with pytest.raises(UserError, match=f'base.train.{name}=.*not planned for'):
+    small(base=base)
+
+
 def test_corpus_is_counted(tmp_path):
   file = tmp_path / 'text.txt'
   file.write_text('x' * 5000)
