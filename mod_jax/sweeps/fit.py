@@ -224,9 +224,11 @@ def pooled(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
       continue
     weights = np.array([1 / estimate.draw_R.var() for estimate in estimates])
     weights /= weights.sum()
+    # Draws without a minimum were left out.
+    count = min(len(estimate.draw_R) for estimate in estimates)
     mean = optimum.Estimate(
       float(weights @ [estimate.value for estimate in estimates]),
-      weights @ [estimate.draw_R for estimate in estimates],
+      weights @ [estimate.draw_R[:count] for estimate in estimates],
     )
     rows.append(
       {

@@ -173,6 +173,27 @@ def test_intervals_hold_the_true_differences():
     assert np.mean(found) >= 0.85, name
 
 
+def test_pooled_where_some_draws_have_no_minimum():
+  rng = np.random.default_rng(0)
+  results = [
+    (entry, {'loss': loss + 0.03 * rng.normal(), 'diverged': ''})
+    for _ in range(3)
+    for entry, loss in published(rng)
+  ]
+  compared = [
+    row
+    for row in fit.comparisons(fit.fit(fit.curves(results))[0], 'dense')
+    if row['method'] == 'parabola'
+  ]
+  counts = {len(row['compute_multiplier'].draw_R) for row in compared}
+  assert len(counts) == len(compared) == 2
+  (row,) = fit.pooled(compared)
+  low, high = row['compute_multiplier'].interval
+  each = [row['compute_multiplier'].value for row in compared]
+  assert min(each) < row['compute_multiplier'].value < max(each)
+  assert low < row['compute_multiplier'].value < high
+
+
 def test_noise_of_one_budget_is_not_that_of_another(tmp_path):
   rng = np.random.default_rng(0)
   runs = [
