@@ -156,6 +156,9 @@ def error_by_learners(distance_KT, *, title: str, module: str) -> Figure:
   )
   if left_out := distance_KT.shape[1] - tokens:
     subtitle += f' Left out, being without an error at k = 0: {left_out:,}.'
+  if not tokens:
+    body, _ = style.panels(f'{title}: {module}', subtitle, 0)
+    return body.get_figure(root=True)
   body, (axes, beside) = style.panels(
     *(f'{title}: {module}', subtitle, 2), lines=2 * rows, width_ratios=(2, 1)
   )

@@ -84,6 +84,12 @@ class TestErrorByLearners:
     widths = [bar.get_width() for bar in means.patches]
     np.testing.assert_allclose(widths, [1 / 3, 0.5])
 
+  def test_a_module_that_returns_zeros(self, seen):
+    figure = errors(np.zeros((3, 7)))
+    words = seen.words(figure)
+    assert 'without an error at k = 0: 7.' in words
+    assert 'Nothing to show yet.' in words
+
   def test_neighbours_of_many_are_averaged(self, rng, seen):
     distance_KT = np.stack([np.ones(2500), rng.random(2500)])
     figure = errors(distance_KT)
