@@ -66,7 +66,7 @@ def stages() -> dict[str, dict[str, list[str]]]:
       'train_step', f'{lm} --width=1024 --layers=12 --batch=16', tiny_lm
     ),
   }
-  backbones = ('deit_tiny',) if _TINY.value else ('deit_small', 'deit_base')
+  backbones = ('deit_tiny',) if _TINY.value else ('deit_small', 'vit_base')
   for backbone in backbones:
     chosen = f'--backbone={backbone}'
     training[f'{backbone}_step'] = part(
@@ -143,29 +143,35 @@ def run(command: list[str], output: pathlib.Path) -> bool:
   return output.exists()
 
 
-def sweep(variant: str, folder: pathlib.Path) -> list[dict[str, str]] | None:
-  """Plans, trains and fits a sweep; returns its runs, None if unfinished."""
+def runs(folder: pathlib.Path) -> list[dict[str, str]] | None:
+  """Returns the runs of a sweep; None if it is not finished."""
   table = folder / 'isoflop.csv'
+  if not table.exists():
+    return None
+  with table.open() as file:
+    rows = list(csv.DictReader(file))
+  # Where some run has failed, the table has the others.
+  planned = (folder / 'manifest.jsonl').read_text().splitlines()
+  return rows if len(rows) == len(planned) else None
+
+
+def sweep(variant: str, folder: pathlib.Path) -> None:
+  """Plans, trains and fits a sweep."""
   config = _HERE.parent / 'configs' / 'sweeps' / f'gpu.py:{variant}'
   commands = [['plan', f'--config={config}'], ['run'], ['fit']]
   if (folder / 'manifest.jsonl').exists():
     del commands[0]
-  if not table.exists():
-    folder.mkdir(parents=True, exist_ok=True)
-    for command in commands:
-      with (folder / f'{command[0]}.log').open('a') as log:
-        module = [sys.executable, '-m', 'mod_jax.sweeps', *command]
-        print(f'{folder.name}: {" ".join(module)}', flush=True)
-        subprocess.run(
-          [*module, f'--workdir={folder}'],
-          stdout=log,
-          stderr=subprocess.STDOUT,
-          check=False,
-        )
-  if not table.exists():
-    return None
-  with table.open() as file:
-    return list(csv.DictReader(file))
+  folder.mkdir(parents=True, exist_ok=True)
+  for command in commands:
+    with (folder / f'{command[0]}.log').open('a') as log:
+      module = [sys.executable, '-m', 'mod_jax.sweeps', *command]
+      print(f'{folder.name}: {" ".join(module)}', flush=True)
+      subprocess.run(
+        [*module, f'--workdir={folder}'],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        check=False,
+      )
 
 
 def main(_):
@@ -198,7 +204,11 @@ def main(_):
   # A tiny sweep stands for the search of the rate as well.
   for variant in ('hour_tiny',) if _TINY.value else ('hour_tune', 'hour'):
     wanted = re.search(_PARTS.value, f'isoflop/{variant}') and not late()
-    rows = sweep(variant, folder / 'isoflop' / variant) if wanted else None
+    place = folder / 'isoflop' / variant
+    rows = runs(place)
+    if rows is None and wanted:
+      sweep(variant, place)
+      rows = runs(place)
     if rows is None:
       missing.append(f'isoflop/{variant}')
     else:
