@@ -26,7 +26,7 @@ _BATCH = 2
 
 
 def rows(run) -> np.ndarray:
-  """Returns the first tokens of texts that are long enough."""
+  """Returns whole batches of the first tokens of texts with enough of them."""
   encoded = (
     run.encode(pathlib.Path(path).read_text())
     for path in sorted(glob.glob(_TEXTS.value, recursive=True))
@@ -34,7 +34,8 @@ def rows(run) -> np.ndarray:
   long_enough = [
     ids[: _LENGTH.value] for ids in encoded if len(ids) >= _LENGTH.value
   ]
-  return np.array(long_enough[: _ROWS.value])
+  count = min(len(long_enough), _ROWS.value) // _BATCH * _BATCH
+  return np.array(long_enough[:count])
 
 
 def main(_):

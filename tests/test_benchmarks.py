@@ -442,6 +442,20 @@ def test_results_that_are_there_are_tabulated(tmp_path):
   assert '| converted, 12.5% | 1 | 4.500 | 0.500 | 0.750 |' in out
 
 
+def test_int8_on_an_odd_number_of_texts(tmp_path):
+  config = tiny.experiment(**{'model.width': 32, 'model.mlp_dim': 32})
+  params = tiny.variables(config.model)['params']
+  tiny.save_run(tmp_path / 'model', config, params)
+  tiny.texts(tmp_path, a=20, b=20, c=20, d=20, e=20)
+  out = run(
+    *('int8_loss', 'nosave', f'model={tmp_path / "model"}', 'length=8'),
+    f'texts={tmp_path}/*.txt',
+  )
+  found = ast.literal_eval(out.splitlines()[-1])
+  assert found['tokens'] == 4 * 8
+  assert found['bytes_over_float32'] < 1
+
+
 def test_parts_of_a_step_by_the_names_of_a_gpus_kernels():
   program = (
     'fused_add.3 (a: f32[2]) -> f32[2] {\n'
