@@ -25,7 +25,7 @@ static program, and registers, spilled bytes and shared memory of each Triton
 kernel, as ptxas assembles it.
 
 Floors: every array moved once, and every product at the peak. The result is
-written beside this file as JSON; `--devices` leaves those of others there.
+written beside this file as JSON; what flags leave out stays as it is there.
 """
 
 import collections
@@ -494,10 +494,13 @@ def assembled(kernel) -> dict:
 
 def main(_):
   cells = []
-  with dumped() as folder:
-    for device, op, direction, which in itertools.product(
+  asked = list(
+    itertools.product(
       *(_DEVICES.value, _OPS.value, _DIRECTIONS.value, _PROGRAMS.value)
-    ):
+    )
+  )
+  with dumped() as folder:
+    for device, op, direction, which in asked:
       if which == 'blocks' and (op != 'route_scores' or device not in CHIPS):
         continue
       if which in GROUPED and (op != 'acm_mlp' or device in CHIPS):
@@ -511,9 +514,11 @@ def main(_):
       cells.append(cell)
       print(json.dumps(cell), file=sys.stderr, flush=True)
   path = pathlib.Path(__file__).with_suffix('.json')
-  if flags.FLAGS.save and path.exists():  # Those of other devices stay.
+  if flags.FLAGS.save and path.exists():  # What was not asked for stays.
+    names = ('device', 'op', 'direction', 'program')
     before = json.loads(path.read_text())['cells']
-    cells = [x for x in before if x['device'] not in _DEVICES.value] + cells
+    kept = [x for x in before if tuple(x[n] for n in names) not in asked]
+    cells = kept + cells
   results_lib.save(__file__, {'cells': cells})
 
 

@@ -393,6 +393,18 @@ def test_kernels_move_and_spill_no_more_than_they_did():
   }
 
 
+def test_compiled_programs_that_are_left_out_stay(tmp_path):
+  pytest.importorskip('libtpu')
+  # On a TPU there are none of this name.
+  output = tmp_path / 'compiled.json'
+  run('compiled', 'devices=v5e', 'programs=grouped', f'output={output}')
+  kept, before = (
+    json.loads(path.read_text())['cells']
+    for path in (output, ROOT / 'benchmarks' / 'compiled.json')
+  )
+  assert kept == before
+
+
 @pytest.mark.skipif(
   not tiny.GPU_COMPILER.is_dir(), reason='make test-slow installs the compiler'
 )
