@@ -339,7 +339,8 @@ class Layer(nn.Module):
         top_k_BL=routing.mark_tokens(top, length),
         kth_B=_last_score(routed.score_BL, top),
       )
-    routed = routed.replace(threshold_B=self._read_and_update_threshold(routed))
+    threshold_B = self._read_and_update_threshold(rule, routed)
+    routed = routed.replace(threshold_B=threshold_B)
     requested_BL = self._decide(rule, routed, top, info)
 
     if not decodes:
@@ -392,13 +393,13 @@ class Layer(nn.Module):
       output = output.replace(x_BLD=y_BLD)
     return output
 
-  def _read_and_update_threshold(self, routed: Routing) -> jax.Array | None:
+  def _read_and_update_threshold(self, rule, routed) -> jax.Array | None:
     """Returns the moving average before this call, and updates it."""
     decay = self.config.routing.threshold_decay
     stored = self.has_variable('moving', 'threshold')
     if not decay or not (stored or self.is_mutable_collection('moving')):
       require(
-        not isinstance(self.mode.routing.causal_rule, rules.Threshold),
+        not isinstance(rule, rules.Threshold),
         "the 'moving' collection beside 'params', with averages of training",
         rule='threshold',
       )

@@ -204,8 +204,9 @@ class LMConfig(StackedConfig):
   @property
   def cannot_sample(self) -> str:
     """Error message for sampling from a model without causal rules."""
-    if self.num_routed and not self.routing.causal_rules:
-      return self.routing.cannot_sample
+    routing = self.routing
+    if self.num_routed and routing.kinds is None and not routing.causal_rules:
+      return routing.cannot_sample
     return (
       'The experts of this model choose among all tokens of a sequence and were'
       ' trained for no causal rule, so it cannot sample: set'

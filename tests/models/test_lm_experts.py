@@ -73,6 +73,16 @@ class TestRules:
       with pytest.raises(UserError, match="rule='threshold'"):
         forward(config, variables_of(config), TOKENS_BL, 'threshold')
 
+  def test_beside_blocks_that_choose_among_kinds(self):
+    routing = MoDConfig(kinds=('image',), router_loss=0.0)
+    config = dataclasses.replace(PLAIN, routing=routing, experts=CHOOSING)
+    assert config.decoding_mode.rule == 'threshold'  # Of the experts alone.
+    got = forward(config, variables_of(config), TOKENS_BL, 'threshold')
+    assert got.routing[0].chosen_BL.all()  # None of the tokens is an image's.
+    untrained = dataclasses.replace(CHOOSING, threshold_decay=0.0)
+    with pytest.raises(UserError, match=r'experts\.threshold_decay'):
+      _ = dataclasses.replace(config, experts=untrained).decoding_mode
+
 
 class TestTraining:
   @staticmethod
