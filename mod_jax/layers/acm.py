@@ -379,7 +379,7 @@ class AdaptiveConfig:
     """Returns the block of this layer with adaptive modules in its slots."""
     return block.with_slots(
       {
-        name: self._module(name, slot)
+        name: self._module(name, slot, block.attention.width)
         for name, slot in block.slots.items()
         if any(
           re.fullmatch(pattern, f'block_{layer}/{name}')
@@ -388,7 +388,7 @@ class AdaptiveConfig:
       }
     )
 
-  def _module(self, name: str, slot: Slot) -> ACMConfig:
+  def _module(self, name: str, slot: Slot, width: int) -> ACMConfig:
     common = {
       'num_learners': self.num_learners,
       'temperature': self.temperature,
@@ -401,8 +401,8 @@ class AdaptiveConfig:
       )
       # Hidden units of a feed-forward with two kernels at the same cost, since
       # a gated one has three.
-      hidden = sum(slot.flops(1).values()) // (4 * slot.width)
-      return ffn_config(slot.width, hidden, **common)
+      hidden = sum(slot.flops(1).values()) // (4 * width)
+      return ffn_config(width, hidden, **common)
     return projection_config(
       math.prod(slot.inputs),
       math.prod(slot.outputs),

@@ -95,7 +95,8 @@ class _Watched(Slot):
 class _Watching(AdaptiveConfig):
   """Captures input and output of modules instead of replacing them."""
 
-  def _module(self, name, slot):
+  def _module(self, name, slot, width):
+    del width
     return _Watched(slot=slot)
 
 
