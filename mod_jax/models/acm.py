@@ -1,8 +1,7 @@
 """Conversion of dense transformers to adaptive ones, module by module.
 
-It works for all models here: `adaptive` in a model's config says by patterns
-which FFNs and projections are split into learners (Wójcik et al. 2023, section
-3.3).
+`adaptive` in a model's config says by patterns which FFNs and projections are
+split into learners (Wójcik et al. 2023, section 3.3).
 """
 
 import dataclasses
@@ -15,11 +14,14 @@ import jax
 
 from mod_jax import config as config_lib
 from mod_jax import tables, trees
+from mod_jax.errors import require
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import ACMConfig, AdaptiveConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
 # Patterns of the parameters that only adaptive models have; GATES is the subset
@@ -134,7 +136,16 @@ def acmize(
 
   Returns:
     Config and parameters of the adaptive model, and a `report`.
+
+  Raises:
+    UserError: the model cannot be adaptive, or an option does not fit it.
   """
+  require(
+    not isinstance(config, DETRConfig | VLMConfig),
+    'no detector, which has no adaptive modules; and of a model that reads'
+    " pictures its language model: config.language, params['language']",
+    model=type(config).__name__,
+  )
   adaptive = config_lib.replace(AdaptiveConfig(), options)
   model = config.with_parts(adaptive=adaptive)
   params = nn.unbox(params)

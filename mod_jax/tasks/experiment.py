@@ -275,6 +275,11 @@ class ExperimentConfig(RunConfig):
         f'{data.image_size}: a model takes images of one size, so set both to'
         ' the same.'
       )
+    if isinstance(model, VLMConfig) and adaptive is not None:
+      yield (
+        'model.language.adaptive and model=VLMConfig: no phase trains learners'
+        ' in a model that reads pictures, so set adaptive to None.'
+      )
     kinds = model.routing and model.routing.kinds
     if isinstance(model, LMConfig) and kinds is not None:
       yield (

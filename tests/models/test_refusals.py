@@ -22,6 +22,7 @@ from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMCache, LMConfig
 from mod_jax.models.vit import resize_positions
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 
@@ -283,6 +284,8 @@ IMAGES = tiny.images(B)
       ),
       'the model does not fit',
     ),
+    (lambda: acmize(DETR, {}), 'model=.DETRConfig.: .*no adaptive modules'),
+    (lambda: acmize(VLMConfig(), {}), r'model=.VLMConfig.: .*config\.language'),
     (
       lambda: resize_positions(jnp.zeros((17, 3)), 2, 4),
       'embeddings=17: .*square.*first 2',

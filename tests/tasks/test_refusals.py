@@ -10,12 +10,14 @@ from tiny import experiment as run
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
+from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import (
@@ -116,6 +118,14 @@ REFUSED = {
   ),
   "model.routing.kinds=('question',) and model=LMConfig … leave kinds out": (
     lambda _: run(ROUTED_LM, **{'model.routing.kinds': ('question',)})
+  ),
+  'model.language.adaptive and model=VLMConfig … set adaptive to None': (
+    lambda _: run(
+      VLMConfig(
+        language=dataclasses.replace(tiny.LM, adaptive=AdaptiveConfig())
+      ),
+      data=ConversationDataConfig(),
+    )
   ),
   'model.image_size=12 and data.image_size=8 … set both': (
     lambda _: run(sized(image_size=12), data=ImageDataConfig(image_size=8))
