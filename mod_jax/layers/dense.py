@@ -25,7 +25,7 @@ def einsum(
   Casting the parameter first would make its gradient bfloat16, and so the
   gradient's sum over devices.
 
-  In `spec` each letter is in exactly two of x, kernel and result. `out_dtype`
+  In `spec` each letter is in at least two of x, kernel and result. `out_dtype`
   of the result avoids rounding to x's dtype first. If the kernel's logical axis
   `embed` is sharded, it is gathered once, in x's dtype. The last axis of x is
   contracted with a `Quantized` kernel's axis of inputs.
