@@ -348,12 +348,18 @@ class VisionRoutingConfig(RoutingConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    config_lib.check(
-      self,
+    check = functools.partial(config_lib.check, self)
+    check(
       self.kinds is None,
       'None, since only the tokens of text with pictures (VLMConfig) have'
       ' kinds: leave it out',
       'kinds',
+    )
+    check(
+      not self.scorer.needs_attention or self.scorer.attention == 'mean',
+      "a score such as 'attention', since an encoder's input has no prompt"
+      ' whose last token attends',
+      'score',
     )
 
   def capacities(self, num_layers: int) -> tuple[float | None, ...]:

@@ -16,6 +16,7 @@ from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
+from mod_jax.layers.scores import LastAttention
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.acm import acmize
 from mod_jax.models.detr import DETRConfig
@@ -109,6 +110,7 @@ def adapted(model=tiny.VIT, **options):
     (vit, {'num_heads': 3}, 'width=8, num_heads=3'),
     (vit, {'patch_size': 1, 'stem': ConvStemConfig()}, "stem's stride"),
     (vit, {'routing': VisionRoutingConfig(layers=(0,))}, 'block=0: .*before'),
+    (VisionRoutingConfig, {'score': LastAttention()}, 'score=.* no prompt'),
     (vit, {'routing': VisionRoutingConfig(layers=(9,))}, r'layers=\(9,\).*1'),
     (pruned, {'stages': ()}, r'stages=\(\): .*ascending.*0 to 1'),
     (pruned, {'stages': (1, 0)}, r'stages=\(1, 0\): .*ascending'),
