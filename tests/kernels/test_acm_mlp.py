@@ -224,11 +224,18 @@ def test_sums_in_float32():
   assert float(y[0, 0]) == 1 + 2**-7
 
 
+def in_tiles(*arrays, tile):
+  *arrays, k = arrays
+  arrays += [order_lib.order(k, N)]
+  kwargs = {'activation': 'gelu', 'keep': False}
+  return reference.forward(*arrays, **kwargs, tile=tile)[0]
+
+
 def test_a_poisoned_token_keeps_it_for_itself():
   # Nine tokens in tiles of eight: the second is filled up by reading the last
   # token again and again.
   (x, *rest), _ = draw(k=[N] * 9)
-  run = jax.jit(functools.partial(reference.acm_mlp, tile=8))
+  run = jax.jit(functools.partial(in_tiles, tile=8))
   got = run(x.at[8].set(np.nan), *rest)
   np.testing.assert_allclose(got[:8], plain(x, *rest)[:8], atol=1e-5)
   assert jnp.isnan(got[8]).all()
@@ -245,7 +252,7 @@ def test_only_the_learners_that_a_tile_needs_are_run(monkeypatch):
   monkeypatch.setattr(reference, '_learner', note)
   arrays, _ = draw(k=[0, 3, 0, 1, 0, 2, 1, 0, 0, 1])
   # Its own function, so that what is compiled is forgotten with it.
-  jax.jit(lambda *args: reference.acm_mlp(*args, tile=2))(*arrays)
+  jax.jit(lambda *args: in_tiles(*args, tile=2))(*arrays)
   jax.effects_barrier()
   # In order 3 2 | 1 1 | 1 0 | 0 0 | 0 0: three, one and one.
   assert ran == [2] * 5

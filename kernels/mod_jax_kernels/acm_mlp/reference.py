@@ -6,22 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
-from mod_jax_kernels.acm_mlp import order as order_lib
 
 # Most tokens of a product. Smaller tiles waste less on tokens with smaller k,
 # larger ones use the matrix units better.
 TILE = 256
-
-
-def acm_mlp(
-  x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T, activation='gelu', tile=TILE
-):
-  """See `mod_jax_kernels.acm_mlp`; sums are in float32."""
-  if not x_TD.shape[0]:
-    return jnp.zeros((0, w2_NFD.shape[-1]), x_TD.dtype)
-  order = order_lib.order(num_learners_T, w1_NDF.shape[0])
-  arrays = x_TD, w1_NDF, b1_NF, w2_NFD, order
-  return forward(*arrays, activation=activation, keep=False, tile=tile)[0]
 
 
 def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
