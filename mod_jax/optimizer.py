@@ -19,7 +19,11 @@ from mod_jax import errors, trees
 
 _BLOCK = re.compile(r'(?:^|/)block_(\d+)(?:/|$)')
 # Parameters before the blocks; others without a number come after them.
-_STEM = re.compile(r'(?:^|/)(?:patch|position|class_token|embedding|stem)')
+_STEM = re.compile(
+  r'(?:^|/)(?:patch|position|class_token|embedding|stem'
+  # Those of a recogniser of speech.
+  r'|conv_(?:norm_)?\d+/|feature_norm/|project/|mask_embedding)'
+)
 # Parameters with weight decay: matrices, including those of learners and hidden
 # layers. Norms, biases and routers, which are vectors, do not decay.
 _MATRICES = ('kernel', 'embedding', 'hidden_kernel', 'up', 'down')
@@ -213,7 +217,7 @@ def check_rules(config: OptimizerConfig, params) -> None:
   Raises:
     UserError: a parameter matches no rule, a rule matches no parameter, the
       rules freeze all parameters, or `layer_decay` is set for a model whose
-      blocks have no numbers.
+      blocks have no numbers, or of which several have the same.
   """
   names = _names(params)
   if config.layer_decay != 1:
@@ -251,6 +255,13 @@ def _check_blocks(config, names):
     raise errors.UserError(
       f'{what} counts the blocks block_0, block_1, …, and this model has none:'
       ' set it to 1.'
+    )
+  stacks = {name[: b.start()] for name in names if (b := _BLOCK.search(name))}
+  if len(stacks) > 1:
+    raise errors.UserError(
+      f'{what} counts the blocks of one stack, and this model has several,'
+      f' {" and ".join(sorted(stacks))}: set it to 1, and give each part its'
+      ' rate by optimizer.rules.'
     )
 
 

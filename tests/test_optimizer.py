@@ -11,9 +11,13 @@ import pytest
 import tiny
 
 from mod_jax import optimizer as optimizer_lib
+from mod_jax import trees
 from mod_jax.errors import UserError
 from mod_jax.layers import acm
 from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.models.detr import DETRConfig
+from mod_jax.models.vlm import VLMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.optimizer import OptimizerConfig
 
 
@@ -352,6 +356,25 @@ class TestLayerDecay:
       optimizer_lib.check_rules(config, model_params(scan_layers=True))
     with pytest.raises(UserError, match='has none'):
       optimizer_lib.check_rules(config, named_params(('head/kernel',)))
+
+  def test_needs_one_stack_of_blocks(self):
+    config = OptimizerConfig(layer_decay=0.5)
+    for model, stacks in (
+      (DETRConfig(), 'decoder and encoder'),
+      (VLMConfig(), 'language and tower'),
+    ):
+      with pytest.raises(UserError, match=f'has several, {stacks}'):
+        optimizer_lib.check_rules(config, tiny.shapes(model)['params'])
+
+  def test_what_reads_sound_comes_before_the_blocks(self):
+    config = OptimizerConfig(layer_decay=0.5)
+    params = tiny.shapes(Wav2Vec2Config(num_layers=2))['params']
+    optimizer_lib.check_rules(config, params)
+    last = {'norm', 'head'}
+    for name in trees.flatten(params):
+      if not name.startswith('block'):
+        factor = optimizer_lib.scale_of(config, name, 2).factor
+        assert factor == (1 if name.split('/')[0] in last else 1 / 8), name
 
 
 @pytest.mark.parametrize('kind', ['adamw', 'sgd'])
