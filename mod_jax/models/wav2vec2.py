@@ -239,6 +239,7 @@ class Wav2Vec2(nn.Module):
       (config.position_kernel,),
       padding=[(config.position_kernel // 2,) * 2],
       feature_group_count=config.position_groups,
+      conv_general_dilated=_conv_of_rows,
       dtype=config.dtype,
     )
     self.stack = Stack(config.stack, self.mode)
@@ -325,6 +326,22 @@ class _ChannelNorm(nn.Module):
     shift_BC = bias_C - mean_BK @ kernel_KC * factor_BC
     y_BLC = x_BLC * factor_BC[:, None] + shift_BC[:, None]
     return y_BLC.astype(x_BLC.dtype)
+
+
+def _conv_of_rows(x_BLD, kernel, *args, **kwargs):
+  """Returns `jax.lax.conv_general_dilated`, each device on its own rows.
+
+  Left to the compiler (XLA of jax 0.11.2), the gradient of the kernel of a
+  grouped convolution is wrong on a mesh of which only some axes split the rows.
+  """
+
+  def conv(x_BLD, kernel):
+    return (jax.lax.conv_general_dilated(x_BLD, kernel, *args, **kwargs),)
+
+  rows = ('batch', 'length', 'act_embed')
+  kernel_axes = ('replicated',) * kernel.ndim
+  run = parallel.per_device(conv, inputs=(rows, kernel_axes), outputs=(rows,))
+  return run(x_BLD, kernel)[0]
 
 
 def _token_info(x_BLD, valid_BL) -> TokenInfo:
