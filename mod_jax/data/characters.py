@@ -100,13 +100,16 @@ class Characters:
     return labels
 
   def decode(self, labels: Sequence[int]) -> str:
-    """Returns the text of labels; special symbols are left out.
+    """Returns the text of labels; special symbols are left out."""
+    return ' '.join(''.join(map(self.letter, labels)).split())
 
-    So are labels past the vocabulary, of a model that has room for more.
+  def letter(self, label: int) -> str:
+    """Returns a label's character, ' ' for the space, '' for special symbols.
+
+    Also '' for labels past the vocabulary, of a model that has room for more.
     """
-    shown = (self.symbols[x] for x in labels if x < len(self.symbols))
-    text = ''.join(x for x in shown if len(x) == 1)
-    return ' '.join(text.replace(_SPACE, ' ').split())
+    symbol = self.symbols[label] if label < len(self.symbols) else ''
+    return symbol.replace(_SPACE, ' ') if len(symbol) == 1 else ''
 
 
 def _plain(text: str) -> str:

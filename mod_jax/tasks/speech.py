@@ -155,8 +155,8 @@ class Speech(Modality):
     labels, frames = transcripts.greedy(
       np.asarray(best_L), self.vocabulary.blank
     )
-    decoded = (self.vocabulary.decode([label]) or ' ' for label in labels)
-    return list(zip(decoded, frames, strict=True))
+    heard = zip(map(self.vocabulary.letter, labels), frames, strict=True)
+    return [(letter, frame) for letter, frame in heard if letter]
 
   def heard(self, best_L) -> tuple[str, list[tuple[str, int]]]:
     """Returns a text, and its words with their first frames."""

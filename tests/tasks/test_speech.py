@@ -10,10 +10,12 @@ import pytest
 import mod_jax
 from mod_jax import config as config_lib
 from mod_jax.data import audio_files, formants
+from mod_jax.data.characters import Characters
 from mod_jax.errors import UserError
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
 from mod_jax.tasks import make_task, phases, warm_start
+from mod_jax.tasks.speech import Speech
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +61,15 @@ def test_a_run_transcribes_recordings(dense, tmp_path):
     run.predict([str(tmp_path / 'b.wav')])
   with pytest.raises(UserError, match='top: this model takes no settings'):
     run.predict([str(tmp_path / 'a.wav')], top=3)
+
+
+def test_unknown_characters_part_no_words():
+  speech = Speech(WORDS.get_config('tiny'))
+  speech.vocabulary = Characters(('<pad>', '|', '<unk>', 'a', 'b'))
+  best_L = np.array([3, 2, 0, 4, 1, 4, 9])  # 9 is past the vocabulary.
+  text, words = speech.heard(best_L)
+  assert text == speech.vocabulary.decode(best_L) == 'ab b'
+  assert words == [('ab', 0), ('b', 5)]
 
 
 def test_beams_are_compared_with_greedy_decoding(dense):
