@@ -153,7 +153,7 @@ RESUMABLE = (
   *('data.prefetch', 'data.cache', 'data.cache_dir'),
   # Paths of the data; their fingerprint ensures that the data are the same.
   *('data.path', 'data.files', 'data.eval_files', 'data.tokenizer_path'),
-  'data.label_table',
+  *('data.label_table', 'data.folder'),
   *('data.data_dir', 'data.tfds_dir'),
 )
 # Fields that may change in a continuation with --allow_changed_config: they
@@ -169,7 +169,10 @@ CHANGEABLE = (
   'optimizer.weight_decay',
   'optimizer.clip_norm',
   'optimizer.layer_decay',
-  'model.routing.capacity',
-  'model.routing.capacity_decay',
-  'model.routing.capacity_floor',
+  *(
+    f'model.{part}routing.{name}'
+    # Blocks may be routed in a part of the model.
+    for part in ('', 'backbone.', 'language.', 'tower.')
+    for name in ('capacity', 'capacity_decay', 'capacity_floor')
+  ),
 )

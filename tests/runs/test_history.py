@@ -9,9 +9,12 @@ import pytest
 from tiny_task import load, make_config, train
 
 from mod_jax import config as config_lib
+from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.errors import UserError
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.runs import history, metrics
 from mod_jax.runs import workdir as workdir_lib
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import profile
 
 pytestmark = pytest.mark.usefixtures('no_report', 'one_device')
@@ -127,6 +130,35 @@ class TestLengthening:
       train(other, run, allow_changed_config=True)
     assert (run / 'config.json').read_text() == before
     assert history.changed_at(run) == -1
+
+  @pytest.mark.parametrize(
+    ('name', 'variant', 'field'),
+    [
+      ('vit/digits', 'amod', 'model.routing.capacity'),
+      ('vit/compose', 'pruned', 'model.backbone.routing.capacity'),
+      ('vlm/scenes', 'gamma', 'model.language.routing.capacity'),
+      ('vlm/scenes', 'tower_amod', 'model.tower.routing.capacity'),
+    ],
+  )
+  def test_capacities_of_any_part_can_change(
+    self, name, variant, field, load_config_file
+  ):
+    held = load_config_file(f'configs/{name}.py', variant)
+    other = config_lib.replace(held, {field: 0.25})
+    assert workdir_lib.refuse_differences(
+      held, other, '', '', allow_changes=True
+    ) == [f'{field}: 0.5 -> 0.25']
+
+
+def test_the_pictures_of_conversations_may_be_moved():
+  held = ExperimentConfig(
+    model=VLMConfig(),
+    data=ConversationDataConfig(
+      source='llava', path='a.json', folder='a', image_size=224
+    ),
+  )
+  moved = config_lib.replace(held, {'data.path': 'b.json', 'data.folder': 'b'})
+  assert workdir_lib.refuse_differences(held, moved, '', '') == []
 
 
 @pytest.mark.slow
