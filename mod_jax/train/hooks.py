@@ -157,8 +157,11 @@ class Evaluate(Hook):
 
   def _due(self, step):
     num_steps = self.run.config.train.num_steps
-    every = config_lib.steps_of(self.run.config.evaluation.every, num_steps)
-    return bool(every) and step % every == 0 and step < num_steps
+    every = self.run.config.evaluation.every
+    if not every or step >= num_steps:
+      return False
+    # A fraction of less than a step is no 0, which stands for none.
+    return step % max(1, config_lib.steps_of(every, num_steps)) == 0
 
   def _evaluate(self, step, state, batches=None, *, finish=False):
     run = self.run

@@ -208,3 +208,8 @@ def test_metrics_that_cannot_judge(tmp_path, changes, said):
 def test_an_early_stop_needs_evaluations_of_a_metric(changes, said):
   with pytest.raises(UserError, match=said):
     make_config(**{'train.early_stop': 2} | changes)
+
+
+def test_a_fraction_of_less_than_a_step_ends_early_too(tmp_path):
+  config = make_config(**{'train.early_stop': 2, 'evaluation.every': 0.01})
+  assert train(config, tmp_path).step == PEAK + 2  # Evaluated at each step.
