@@ -473,11 +473,16 @@ class _Answer:
     def encode_event(**fields):
       return f'data: {json.dumps(fields)}\n\n'
 
+    begun = set()  # Choices of which there has been a piece.
     try:
       async for i, event in self._until_ended():
         with_token = self._asked.wants_logprobs and event.token is not None
         if event.text or event.reason is not None or with_token:
           choice = self._choice(i, event.text, event.reason, [event], 'delta')
+          if self._chat and i in begun:
+            # Clients join the texts of all pieces, and so would the role's.
+            del choice['delta']['role']
+          begun.add(i)
           yield encode_event(**self._head, choices=[choice])
     except _Refused as error:
       # The HTTP status has been sent already, so the error becomes an event.

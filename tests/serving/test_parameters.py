@@ -160,6 +160,18 @@ def test_choices(client, alone):
     client.completions.create(**TEXT, n=11)
 
 
+def test_the_pieces_of_a_chat_join_to_the_whole(client):
+  """OpenAI's client joins all texts of the pieces, also the role."""
+  asked = CHAT | {'max_tokens': 8, 'seed': 1}
+  whole = client.chat.completions.create(**asked).choices[0].message.content
+  # It refuses to join what the limit has ended.
+  with client.chat.completions.stream(**asked, stop=whole[-1]) as stream:
+    message = stream.get_final_completion().choices[0].message
+  assert message.role == 'assistant'
+  assert message.content == whole[: whole.index(whole[-1])]
+  assert len(message.content) > 1
+
+
 def test_settings_reach_the_engine(client, alone):
   for settings in (
     {'frequency_penalty': 2.0},
