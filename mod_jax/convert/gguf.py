@@ -70,7 +70,7 @@ _SPLITS = {
   'qwen2': _WORDS % '1',
 }
 # Kinds of tokens, `tokenizer.ggml.token_type`.
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def is_gguf(path: str | os.PathLike) -> bool:
@@ -343,8 +343,11 @@ def _byte_pairs(path, vocab, metadata) -> tokenizers.Tokenizer:
 def _sentence_pieces(vocab, metadata) -> tokenizers.Tokenizer:
   """Returns SentencePiece's merges of pairs, the best scored first."""
   scores = metadata['tokenizer.ggml.scores']
+  types = metadata.get('tokenizer.ggml.token_type', [_NORMAL] * len(scores))
   merges = []
   for token, i in vocab.items():
+    if types[i] not in (_NORMAL, _USER_DEFINED):
+      continue  # Text that spells it is no such token.
     for cut in range(1, len(token)):
       pair = token[:cut], token[cut:]
       if all(part in vocab for part in pair):

@@ -243,6 +243,22 @@ def test_sentence_pieces_merge_as_their_scores_say(tmp_path):
   assert tokenizer.decode(ids) == 'ab abc é'
 
 
+def test_text_that_spells_a_special_token_is_not_merged_into_it():
+  pieces = [*'▁abs<>/', 's>', '</', 'ab']
+  tokens = ['<unk>', '<s>', '</s>', *pieces]
+  metadata = {
+    'tokenizer.ggml.model': 'llama',
+    'tokenizer.ggml.tokens': tokens,
+    'tokenizer.ggml.scores': [0.0] * 3 + [-9] * 8 + [-1, -2, -3],
+    'tokenizer.ggml.token_type': [2, 3, 3] + [1] * len(pieces),
+  }
+  tokenizer, _ = convert_gguf._tokenizer('x', metadata)
+  tokenizer.encode_special_tokens = True
+  assert tokenizer.encode('ab<s></s>').tokens == [
+    *('▁', 'ab', '<', 's>', '</', 's>')
+  ]
+
+
 def test_refusals(tmp_path):
   def refused(match, change):
     path = write(tmp_path / 'bad.gguf', 'qwen2', change=change)
