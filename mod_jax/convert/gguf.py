@@ -300,7 +300,9 @@ def _tokenizer(path, metadata) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     for name, key in (('bos', 'bos'), ('eos', 'eos'), ('unk', 'unknown'))
     if f'{prefix}.{key}_token_id' in metadata
   }
-  begins = metadata.get(f'{prefix}.add_bos_token', kind == 'llama')
+  # Files of Llama 3 do not say that its texts begin with the token.
+  customary = kind == 'llama' or metadata.get(f'{prefix}.pre') == 'llama-bpe'
+  begins = metadata.get(f'{prefix}.add_bos_token', customary)
   if begins and 'bos_token' in beside:
     bos = beside['bos_token']
     tokenizer.post_processor = processors.TemplateProcessing(

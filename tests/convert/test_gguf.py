@@ -13,6 +13,7 @@ from tokenizers import pre_tokenizers
 
 import mod_jax
 from mod_jax.convert import gguf as convert_gguf
+from mod_jax.data.tokenizers import make
 from mod_jax.errors import UserError
 from mod_jax.layers.rope import RopeScaling
 
@@ -257,6 +258,26 @@ def test_text_that_spells_a_special_token_is_not_merged_into_it():
   assert tokenizer.encode('ab<s></s>').tokens == [
     *('▁', 'ab', '<', 's>', '</', 's>')
   ]
+
+
+@pytest.mark.parametrize(
+  ('pre', 'says', 'begins'),
+  [
+    ('llama-bpe', None, True),  # As in llama.cpp, for Llama 3.
+    ('llama-bpe', False, False),
+    ('qwen2', None, False),
+    ('qwen2', True, True),
+  ],
+)
+def test_prompts_begin_as_in_llama_cpp(tmp_path, pre, says, begins):
+  def change(writer):
+    writer.kv_data[0]['tokenizer.ggml.pre'].value = pre
+    if says is not None:
+      writer.add_add_bos_token(says)
+
+  path = write(tmp_path / 'model.gguf', 'llama', change=change)
+  tokenizer = make('huggingface', str(convert_gguf.unpack(path)))
+  assert tokenizer.encode_prompt('!!') == [0] * begins + [2, 2]
 
 
 def test_refusals(tmp_path):
