@@ -34,6 +34,10 @@ import numpy as np
 from mod_jax import cli, paths, tasks
 from mod_jax.data import image_folder
 from mod_jax.errors import UserError
+from mod_jax.models.detr import DETRConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vlm import VLMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained import export as export_lib
 from mod_jax.pretrained import load as load_lib
 from mod_jax.runs import best
@@ -64,13 +68,14 @@ def define_flags() -> None:
   flags.DEFINE_multi_string(
     'predict',
     [],
-    'Pictures to classify: a file, or globs in quotes, separated by commas, as'
-    " in 'photos/*.{jpg,png}'",
+    'Pictures to classify or to search for objects, or recordings to'
+    ' transcribe: a file, or globs in quotes, separated by commas, as in'
+    " 'photos/*.{jpg,png}'",
   )
   flags.DEFINE_string(
     'predictions',
     None,
-    'File for the answers to --predict, ending in .csv or .json.',
+    'File for the classes that --predict finds, ending in .csv or .json.',
   )
   flags.DEFINE_string(
     'export', None, 'Directory to write the model to, for use elsewhere.'
@@ -79,7 +84,7 @@ def define_flags() -> None:
     'export_format',
     'safetensors',
     typing.get_args(export_lib.Format),
-    'Who reads it: mod_jax itself (safetensors), transformers or timm.',
+    'Who reads it: mod_jax itself (safetensors), transformers, timm or PEFT.',
   )
   flags.DEFINE_bool(
     'export_dense',
@@ -139,14 +144,19 @@ def _sample(task, trained):
 
 
 def _predict(run) -> list[str]:
-  """Prints the classes of pictures; returns those that cannot be read."""
+  """Prints what is in pictures or recordings; returns unreadable ones."""
   path = flags.FLAGS.predictions
   if path is not None and not path.endswith(('.csv', '.json')):
     raise UserError(f'--predictions={path}: expected a .csv or .json file.')
-  if run.preprocess is None:
+  if isinstance(run.config, LMConfig | VLMConfig):
     raise UserError(
-      '--predict classifies pictures: this run is a language model; take'
-      ' --sample.'
+      '--predict reads pictures or recordings: this run is a language model;'
+      ' take --sample or, to ask about pictures, run.predict.'
+    )
+  if path is not None and isinstance(run.config, DETRConfig | Wav2Vec2Config):
+    raise UserError(
+      f'--predictions={path} holds classes of pictures, and this model does not'
+      ' classify: leave it out.'
     )
   files = []
   for patterns in flags.FLAGS.predict:
@@ -156,6 +166,15 @@ def _predict(run) -> list[str]:
         raise UserError(f'--predict={pattern}: there is no such file.')
       files += matches
   width = max(map(len, files))
+  if isinstance(run.config, DETRConfig | Wav2Vec2Config):
+    for file in files:
+      (found,) = run.predict(file)
+      if isinstance(run.config, DETRConfig):
+        text = ', '.join(f'{x.name} {x.score:.1%}' for x in found)
+      else:
+        text = found.text
+      print(f'{file:{width}}  {text}')
+    return []
   rows = []
   for chunk in itertools.batched(files, _BATCH):
     images, batch = [], [{'file': file} for file in chunk]

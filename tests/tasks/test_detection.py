@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 
+from command_line import run
 import numpy as np
 from PIL import Image
 import pytest
@@ -58,6 +59,20 @@ def test_what_is_found_lies_in_the_picture(trained, picture):
   assert run.draw(picture, least=0.0).axes
   with pytest.raises(UserError, match='top: this model takes least'):
     run.predict(picture, top=3)
+
+
+@pytest.mark.slow
+def test_the_command_line_tells_what_is_found(trained, picture, tmp_path):
+  for name, side in (('a', 32), ('b', 64)):
+    image = Image.fromarray(picture).resize((side, side))
+    image.save(tmp_path / f'{name}.png')
+  command = ('eval.py', f'--workdir={trained[0]}', '--noevaluate')
+  ended = run(*command, f'--predict={tmp_path}/*.png')
+  assert (ended.status, ended.err) == (0, '')
+  for line, name in zip(ended.out.splitlines(), 'ab', strict=True):
+    (found,) = mod_jax.load(trained[0]).predict(tmp_path / f'{name}.png')
+    told = [f'{x.name} {x.score:.1%}' for x in found]
+    assert line == f'{tmp_path}/{name}.png  {", ".join(told)}'
 
 
 def test_perfect_predictions_have_a_precision_of_1():

@@ -3,6 +3,7 @@
 import pathlib
 import shutil
 
+import command_line
 import jax
 import numpy as np
 import pytest
@@ -70,6 +71,19 @@ def test_unknown_characters_part_no_words():
   text, words = speech.heard(best_L)
   assert text == speech.vocabulary.decode(best_L) == 'ab b'
   assert words == [('ab', 0), ('b', 5)]
+
+
+def test_the_command_line_transcribes_recordings(dense, tmp_path):
+  samples_T = formants.speak(np.random.default_rng(0), 'bana dogu')
+  audio_files.write(tmp_path / 'a.wav', samples_T, formants.RATE)
+  args = ('eval.py', f'--workdir={dense[0]}', '--noevaluate')
+  args += (f'--predict={tmp_path}/*.wav',)
+  (transcript,) = mod_jax.load(dense[0]).predict(tmp_path / 'a.wav')
+  assert command_line.run(*args).out == f'{tmp_path}/a.wav  {transcript.text}\n'
+  ended = command_line.run(*args, '--predictions=out.csv')
+  command_line.assert_refused(
+    ended, '--predictions=out.csv holds classes of pictures'
+  )
 
 
 def test_beams_are_compared_with_greedy_decoding(dense):
