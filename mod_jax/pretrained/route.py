@@ -22,6 +22,7 @@ from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained.load import Run, load, require_floats
 from mod_jax.tasks import make_task
 from mod_jax.tasks.detection import Detection
@@ -109,6 +110,12 @@ def route(
     raise UserError(
       f"method={method!r} is not for detectors: take 'amod' or 'mod'."
     )
+  speaks = isinstance(run.config, Wav2Vec2Config)
+  if speaks and method not in ('amod', 'mod', 'acm'):
+    raise UserError(
+      f"method={method!r} is for vision transformers: take 'amod', 'mod' or"
+      " 'acm' for a model of speech."
+    )
   if capacity is not None and method in _WITHOUT_CAPACITY:
     raise UserError(
       f'capacity={capacity} and method={method!r}: {_WITHOUT_CAPACITY[method]}.'
@@ -136,6 +143,9 @@ def route(
   reads = isinstance(config, LMConfig | VLMConfig)
   if reads and run.task is not None:
     changed['task'].modality.use_tokenizer(*run.task.modality.tokenizer_source)
+  if speaks and run.task is not None:
+    # The one that lies beside the weights; the data may be elsewhere by now.
+    changed['task'].modality.vocabulary = run.task.modality.vocabulary
   return dataclasses.replace(run, **changed)
 
 

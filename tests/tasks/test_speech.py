@@ -86,6 +86,21 @@ def test_the_command_line_transcribes_recordings(dense, tmp_path):
   )
 
 
+def test_routed_it_keeps_the_vocabulary_beside_its_weights(dense, tmp_path):
+  run = mod_jax.load(dense[0])
+  mod_jax.export(run, tmp_path / 'export')
+  file = tmp_path / 'export/vocab.json'
+  file.write_text(file.read_text().replace('"a"', '"x"'))
+  exported = mod_jax.load(tmp_path / 'export')
+  with pytest.raises(UserError, match="take 'amod', 'mod' or 'acm'"):
+    mod_jax.route(exported, 'tome', r=2)
+  routed = mod_jax.route(exported, 'mod')
+  found, expected = (
+    x.task.modality.vocabulary.to_json() for x in (routed, exported)
+  )
+  assert found == expected != run.task.modality.vocabulary.to_json()
+
+
 def test_beams_are_compared_with_greedy_decoding(dense):
   run = mod_jax.load(dense[0])
   study = run.task.studies()['decoding']
