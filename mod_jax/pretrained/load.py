@@ -15,6 +15,7 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import optimizer, parallel
 from mod_jax.data import images as images_lib
+from mod_jax.data.audio import AudioDataConfig
 from mod_jax.data.detection import DetectionPreprocess
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError, require
@@ -374,7 +375,10 @@ class Run:
 
   def evaluate(
     self,
-    data: images_lib.ImageDataConfig | TextDataConfig | None = None,
+    data: images_lib.ImageDataConfig
+    | TextDataConfig
+    | AudioDataConfig
+    | None = None,
     *,
     batches: int = 0,
   ) -> dict[str, float]:
@@ -384,8 +388,8 @@ class Run:
     `top_k/loss`.
 
     Args:
-      data: data to evaluate on, read with the model's own preprocessing or
-        tokenizer; None for the data that the run was trained on.
+      data: data to evaluate on, read with the model's own preprocessing,
+        tokenizer or vocabulary; None for the data that the run was trained on.
       batches: number of batches; 0 for all held-out data.
 
     Raises:
@@ -396,10 +400,14 @@ class Run:
     if data is not None:
       data = self.reading_as_trained(data)
       task = make_task(ExperimentConfig(model=self.config, data=data))
+      if isinstance(self.config, Wav2Vec2Config):
+        task.modality.vocabulary = self.task.modality.vocabulary
     elif task is None or self.foreign:
       example = 'ImageDataConfig(source="folder", path="photos")'
       if isinstance(self.config, LMConfig):
         example = 'TextDataConfig(source="files", files="texts/*.txt")'
+      if isinstance(self.config, Wav2Vec2Config):
+        example = 'AudioDataConfig(source="folder", path="recordings")'
       raise UserError(
         'evaluate: this model is not from a run of ours, so it has no data: say'
         f' on which, as in data={example}.'
@@ -431,6 +439,8 @@ class Run:
 
   def reading_as_trained(self, data):
     """Returns a config of data with the model's preprocessing or tokenizer."""
+    if isinstance(self.config, Wav2Vec2Config):
+      return dataclasses.replace(data, rate=self.experiment.data.rate)
     if self.preprocess is not None:
       data = self.preprocess.apply_to(data)
       if not isinstance(self.config, VLMConfig):

@@ -1,5 +1,6 @@
 """Recognition of synthetic words: training, conversion, and use."""
 
+import json
 import pathlib
 import shutil
 
@@ -10,7 +11,8 @@ import pytest
 
 import mod_jax
 from mod_jax import config as config_lib
-from mod_jax.data import audio_files, formants
+from mod_jax.data import audio, audio_files, formants
+from mod_jax.data.audio import AudioDataConfig
 from mod_jax.data.characters import Characters
 from mod_jax.errors import UserError
 from mod_jax.layers import stack as stack_lib
@@ -71,6 +73,22 @@ def test_unknown_characters_part_no_words():
   text, words = speech.heard(best_L)
   assert text == speech.vocabulary.decode(best_L) == 'ab b'
   assert words == [('ab', 0), ('b', 5)]
+
+
+def test_a_run_is_evaluated_on_other_recordings(dense, tmp_path, monkeypatch):
+  run = mod_jax.load(dense[0])
+  rng = np.random.default_rng(0)
+  lines = []
+  for name, text in (('a', 'bana dogu'), ('b', 'dogu')):
+    samples_T = formants.speak(rng, text)
+    audio_files.write(tmp_path / f'{name}.wav', samples_T, formants.RATE)
+    lines.append(json.dumps({'audio': f'{name}.wav', 'text': text}))
+  for split in ('train', 'eval'):
+    (tmp_path / f'{split}.jsonl').write_text('\n'.join(lines))
+  data = AudioDataConfig(source='folder', path=str(tmp_path))
+  # A vocabulary of these recordings would have other labels.
+  monkeypatch.setattr(audio, 'make_vocabulary', None)
+  assert run.evaluate(data)['wer'] > 0
 
 
 def test_the_command_line_transcribes_recordings(dense, tmp_path):
