@@ -29,9 +29,15 @@ def define_flags() -> None:
   flags.DEFINE_string('model', None, 'Directory of the model.', required=True)
   cli.define_dtype()
   flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')
-  flags.DEFINE_integer('port', 8000, 'Port to listen at; 0 for any.')
+  flags.DEFINE_integer(
+    *('port', 8000, 'Port to listen at; 0 for any.'),
+    lower_bound=0,
+    upper_bound=65535,
+  )
   flags.DEFINE_integer('slots', 8, 'Requests that are decoded at a time.')
-  flags.DEFINE_integer('queue', 64, 'Prompts that may wait for a slot.')
+  flags.DEFINE_integer(
+    'queue', 64, 'Prompts that may wait for a slot.', lower_bound=0
+  )
   flags.DEFINE_list(
     'allowed_hosts',
     None,
