@@ -45,6 +45,14 @@ def read_template(path: str | os.PathLike) -> jinja2.Template | None:
   folder = folder if folder.is_dir() else folder.parent
   fields = paths.read_object(folder / 'tokenizer_config.json')
   text = fields.get('chat_template')
+  if isinstance(text, list):
+    # Several by their names; others than the default are for tools and so on.
+    defaults = [
+      named.get('template')
+      for named in text
+      if isinstance(named, dict) and named.get('name') == 'default'
+    ]
+    text = defaults[0] if defaults else None
   with contextlib.suppress(OSError, ValueError):
     text = (folder / tokenizers.CHAT_TEMPLATE).read_text('utf-8')
   if not isinstance(text, str):

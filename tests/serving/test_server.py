@@ -339,6 +339,19 @@ def test_templates_have_what_hugging_face_gives_them(tmp_path):
     chat.read_template(tmp_path).render()
 
 
+def test_of_several_templates_the_default_is_taken(tmp_path):
+  templates = [
+    {'name': 'tool_use', 'template': 'tools'},
+    {'name': 'default', 'template': 'hello'},
+  ]
+  fields = tmp_path / 'tokenizer_config.json'
+  fields.write_text(json.dumps({'chat_template': templates}))
+  assert chat.read_template(tmp_path).render() == 'hello'
+  for others in (templates[:1], [{'name': 'default'}], ['default']):
+    fields.write_text(json.dumps({'chat_template': others}))
+    assert chat.read_template(tmp_path) is None
+
+
 def test_a_template_is_where_the_tokenizer_is(tmp_path):
   """Be it named by its file, or by its directory."""
   fields = tmp_path / 'tokenizer_config.json'
