@@ -92,7 +92,13 @@ def render(kind: str, path: str, messages: Sequence[Mapping]) -> str:
       ' tokenizer_config.json, beside its tokenizer): let it continue a text.'
     )
   try:
-    return template.render(messages=messages, add_generation_prompt=True)
+    return template.render(
+      messages=messages,
+      add_generation_prompt=True,
+      # As without any in Hugging Face: templates ask whether these are None.
+      tools=None,
+      documents=None,
+    )
   except jinja2.TemplateError as error:
     raise UserError(f'messages do not fit the template: {error}') from error
 

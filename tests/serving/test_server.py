@@ -339,6 +339,15 @@ def test_templates_have_what_hugging_face_gives_them(tmp_path):
     chat.read_template(tmp_path).render()
 
 
+def test_templates_are_told_that_there_are_no_tools(tmp_path):
+  (tmp_path / 'chat_template.jinja').write_text(
+    '{% for x in (tools, documents) %}{% if x is not none %}{{ x | length }}'
+    '{% endif %}{% endfor %}{{ messages[0].content }}'
+  )
+  messages = [{'role': 'user', 'content': 'how'}]
+  assert chat.render('huggingface', tmp_path, messages) == 'how'
+
+
 def test_of_several_templates_the_default_is_taken(tmp_path):
   templates = [
     {'name': 'tool_use', 'template': 'tools'},
