@@ -16,6 +16,7 @@ from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.data import text
+from mod_jax.errors import UserError
 from mod_jax.tasks import make_task, phases
 from mod_jax.train import evaluation
 
@@ -111,6 +112,24 @@ def test_another_size_of_pictures(hugging_face, photos):
   sizes = {'data.image_size': 48, 'model.image_size': 48}
   config = build('dense', photos, init=init, **sizes)
   assert (config.model.image_size, config.data.image_size) == (48, 48)
+
+
+@pytest.mark.parametrize(
+  ('name', 'what'),
+  [
+    ('lm/llama', 'a language model'),
+    ('detr', 'a detector'),
+    ('vlm/llava', 'a model that sees and reads'),
+    ('wav2vec2/layer', 'a model of speech'),
+  ],
+)
+def test_weights_of_another_kind_are_refused_by_it(name, what, photos):
+  with pytest.raises(UserError, match=f'is {what}: give a vision transformer'):
+    build('amod', photos, init=str(GOLDEN / name))
+  config = dataclasses.replace(FILES.get_config(), init=str(GOLDEN / name))
+  if what != 'a language model':
+    with pytest.raises(UserError, match=f'is {what}: give a language model'):
+      FILES.complete(config)
 
 
 @pytest.mark.slow
