@@ -9,11 +9,12 @@ Accuracies are those of all held-out pictures, before that training and after
 it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import pathlib
 import re
+from typing import Any
 
 import machine
 import rival_tasks
@@ -29,39 +30,8 @@ from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import loop
 
-# Variant of the config file, and what is different here. All start from the
-# dense model but for itself and the narrower one.
-RUNS = {
-  'dense': ('', {}),
-  'dense, trained on': ('isoflop', {}),
-  'dense, 4 blocks': ('isoflop', {}),
-  'A-MoD 50%': ('amod', {}),
-  'MoD 50%': ('mod', {}),
-  'random 50%': ('mod', {'model.routing.score': 'gaussian'}),
-  'stride 50%': ('mod', {'model.routing.score': 'stride'}),
-  'DynamicViT .7': ('dynamic', {}),
-  'patches dropped at random': ('dynamic', {'model.score': 'random'}),
-  'pooling': ('dynamic', {'model.score': 'structural', 'model.stages': (3,)}),
-  'ToMe, r = 6': ('tome', {}),
-  'EViT .7': ('evit', {}),
-  'ACM, β = .5': ('', {}),
-  'A-ViT, depth 4': ('isoflop', {}),
-  'A-ViT, depth 3': ('isoflop', {}),
-  'Zero Time Waste, .9': ('isoflop', {}),
-  'Zero Time Waste, .7': ('isoflop', {}),
-  'MoEfication, 8 of 16': ('isoflop', {}),
-  'MoEfication, 4 of 16': ('isoflop', {}),
-  'A-MoD 12.5%': ('amod', {'model.routing.capacity': 0.125}),
-  'MoD 12.5%': ('mod', {'model.routing.capacity': 0.125}),
-  'random 12.5%': (
-    'mod',
-    {'model.routing.score': 'gaussian', 'model.routing.capacity': 0.125},
-  ),
-  'ToMe, r = 11': ('tome', {'model.reduction.r': 11}),
-  'EViT .4': ('evit', {'model.reduction.keep': 0.4}),
-  'dense, narrower': ('', {'model.width': 52}),
-}
-_FROM_SCRATCH = ('dense', 'dense, narrower')
+# Returns a run of the config file by the name of its variant.
+Variants = Callable[[str], ExperimentConfig]
 
 
 @functools.cache
@@ -78,19 +48,148 @@ def of_scenes(name: str, tiny: bool) -> ExperimentConfig:
   return scenes.get_config(f'quick_{name}'.strip('_'))
 
 
-def _moefied(config: ExperimentConfig, k: int, experts: int):
-  """Returns a run of MoEfication, of half the steps: it takes two."""
-  width = config.model.width
-  slot = rivals.MoEfied(
-    width=width, hidden=4 * width, num_experts=experts, k=k, router=experts
+def _of(name: str, changes: Mapping[str, Any] | None = None):
+  """Returns what makes a variant, with fields changed by dotted name."""
+  return lambda variants: config_lib.replace(variants(name), changes or {})
+
+
+def _whole(variants: Variants) -> ExperimentConfig:
+  """Returns the dense model with all of its blocks, trained on."""
+  return dataclasses.replace(variants('isoflop'), model=variants('').model)
+
+
+def _narrower(variants: Variants) -> ExperimentConfig:
+  """Returns a narrower dense model, which is trained as long as two others."""
+  steps = [variants(name).train.num_steps for name in ('', 'amod')]
+  return config_lib.replace(
+    variants(''), {'model.width': 52, 'train.num_steps': sum(steps)}
   )
-  return dataclasses.replace(
-    config,
-    model=dataclasses.replace(config.model, feed_forward=slot),
-    train=dataclasses.replace(
-      config.train, num_steps=config.train.num_steps // 2
-    ),
+
+
+def _without_heads(changes: Mapping[str, Any]):
+  """Returns what makes a DynamicViT without heads, which have a rate."""
+  return lambda variants: config_lib.replace(
+    variants('dynamic'), {'optimizer': variants('amod').optimizer, **changes}
   )
+
+
+def _with_exits(variants: Variants) -> ExperimentConfig:
+  """Returns the dense model, with rates for exits, which learn at the first."""
+  optimizer = dataclasses.replace(
+    variants('dynamic').optimizer,
+    rules=((rival_tasks.EXIT_NAMES, 1.0, 0), ('.*', 0.1, 0.1)),
+  )
+  return dataclasses.replace(_whole(variants), optimizer=optimizer)
+
+
+def _moefied(k: int, experts: int):
+  """Returns what makes a run of MoEfication, of half the steps: it has two."""
+
+  def make(variants):
+    config = _whole(variants)
+    width = config.model.width
+    slot = rivals.MoEfied(
+      width=width, hidden=4 * width, num_experts=experts, k=k, router=experts
+    )
+    changes = {
+      'model.feed_forward': slot,
+      'train.num_steps': config.train.num_steps // 2,
+    }
+    return config_lib.replace(config, changes)
+
+  return make
+
+
+def _adaptive(variants: Variants) -> ExperimentConfig:
+  """Returns ACM's conversion, whose last phase is as long as others."""
+  config = machine.configs('acm/vit.py').get_config('digits')
+  dense = variants('')
+  steps = variants('amod').train.num_steps
+  model = dataclasses.replace(dense.model, adaptive=AdaptiveConfig())
+  config = dataclasses.replace(
+    config, model=model, data=dense.data, evaluation=dense.evaluation
+  )
+  lengths = {'learners': steps // 2, 'gates': steps // 4, 'end_to_end': steps}
+  changes = {'objective.budget': 0.5}
+  for phase, length in lengths.items():
+    changes[f'objective.{phase}.num_steps'] = length
+    changes[f'objective.{phase}.batch_size'] = dense.train.batch_size
+  return config_lib.replace(config, changes)
+
+
+def _as_rival(task: Callable[..., rival_tasks.Rival], **settings):
+  """Returns what trains a run as a task of `rival_tasks.py`."""
+  return lambda config, directory: loop.train(
+    task(config, **settings), config, directory
+  )
+
+
+def _relu_first(config: ExperimentConfig, directory: pathlib.Path):
+  """Trains the model with ReLU, and then the experts that it is split into."""
+  before = directory / 'phase_relu'
+  relu = dataclasses.replace(config, model=rival_tasks.with_relu(config.model))
+  result = phases.train(relu, before)
+  if not result.finished:
+    return result
+  config = dataclasses.replace(config, init=str(before.absolute()))
+  return loop.train(rival_tasks.MoEfication(config), config, directory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """A model of the study.
+
+  Attributes:
+    make: returns its run, given the variants on the task.
+    train: trains the run in a directory, and returns how that ended.
+    from_dense: whether it starts from the dense model's weights.
+  """
+
+  make: Callable[[Variants], ExperimentConfig]
+  train: Callable[[ExperimentConfig, pathlib.Path], loop.Result] = phases.train
+  from_dense: bool = True
+
+
+METHODS = {
+  'dense': Method(_of(''), from_dense=False),
+  'dense, trained on': Method(_whole),
+  'dense, 4 blocks': Method(_of('isoflop')),
+  'A-MoD 50%': Method(_of('amod')),
+  'MoD 50%': Method(_of('mod')),
+  'random 50%': Method(_of('mod', {'model.routing.score': 'gaussian'})),
+  'stride 50%': Method(_of('mod', {'model.routing.score': 'stride'})),
+  'DynamicViT .7': Method(_of('dynamic')),
+  'patches dropped at random': Method(
+    _without_heads({'model.score': 'random'})
+  ),
+  'pooling': Method(
+    _without_heads({'model.score': 'structural', 'model.stages': (3,)})
+  ),
+  'ToMe, r = 6': Method(_of('tome')),
+  'EViT .7': Method(_of('evit')),
+  'ACM, β = .5': Method(_adaptive),
+  'A-ViT, depth 4': Method(_whole, _as_rival(rival_tasks.Halting, depth=4.0)),
+  'A-ViT, depth 3': Method(_whole, _as_rival(rival_tasks.Halting, depth=3.0)),
+  'Zero Time Waste, .9': Method(
+    _with_exits, _as_rival(rival_tasks.Exits, threshold=0.9)
+  ),
+  'Zero Time Waste, .7': Method(
+    _with_exits, _as_rival(rival_tasks.Exits, threshold=0.7)
+  ),
+  'MoEfication, 8 of 16': Method(_moefied(8, 16), _relu_first),
+  'MoEfication, 4 of 16': Method(_moefied(4, 16), _relu_first),
+  'A-MoD 12.5%': Method(_of('amod', {'model.routing.capacity': 0.125})),
+  'MoD 12.5%': Method(_of('mod', {'model.routing.capacity': 0.125})),
+  'random 12.5%': Method(
+    _of(
+      'mod',
+      {'model.routing.score': 'gaussian', 'model.routing.capacity': 0.125},
+    )
+  ),
+  'ToMe, r = 11': Method(_of('tome', {'model.reduction.r': 11})),
+  'EViT .4': Method(_of('evit', {'model.reduction.keep': 0.4})),
+  'dense, narrower': Method(_narrower, from_dense=False),
+}
 
 
 class Methods:
@@ -98,70 +197,37 @@ class Methods:
 
   Args:
     study: with the results.
-    variant: returns what a variant of the config file is on this task.
+    variants: of the config file, on this task.
     title: of the picture.
   """
 
   def __init__(
     self,
     study: Study,
-    variant: Callable[[str], ExperimentConfig],
+    variants: Variants,
     title: str,
   ):
-    self._study, self._variant, self._title = study, variant, title
+    self._study, self._variants, self._title = study, variants, title
 
   def run(self, seeds: Sequence[str]) -> None:
     """Trains all models, prints the table and draws the picture."""
     configs = {
       f'{name}/{seed}': self._config(name, seed)
       for seed in seeds
-      for name in RUNS
+      for name in METHODS
     }
     self._study.train(configs, self._tell, self._train)
     found = self._study.results()
     print(study_tables.methods(found))
     viz.save(self._draw(found), self._study.path('.png'))
 
-  def _adaptive(self) -> ExperimentConfig:
-    """Returns ACM's conversion, whose last phase is as long as others."""
-    config = machine.configs('acm/vit.py').get_config('digits')
-    dense = self._variant('')
-    steps = self._variant('amod').train.num_steps
-    model = dataclasses.replace(dense.model, adaptive=AdaptiveConfig())
-    config = dataclasses.replace(
-      config, model=model, data=dense.data, evaluation=dense.evaluation
-    )
-    lengths = {'learners': steps // 2, 'gates': steps // 4, 'end_to_end': steps}
-    changes = {'objective.budget': 0.5}
-    for phase, length in lengths.items():
-      changes[f'objective.{phase}.num_steps'] = length
-      changes[f'objective.{phase}.batch_size'] = dense.train.batch_size
-    return config_lib.replace(config, changes)
-
   def _config(self, name: str, seed: str) -> ExperimentConfig:
-    kind, changes = RUNS[name]
-    is_adaptive = name.startswith('ACM')
-    config = self._adaptive() if is_adaptive else self._variant(kind)
-    if name.startswith(('dense, trained on', 'A-ViT', 'Zero', 'MoE')):
-      config = dataclasses.replace(config, model=self._variant('').model)
-    if name.startswith('Zero Time Waste'):  # Heads learn at the first rate.
-      optimizer = dataclasses.replace(
-        self._variant('dynamic').optimizer,
-        rules=((rival_tasks.EXIT_NAMES, 1.0, 0), ('.*', 0.1, 0.1)),
-      )
-      changes = {'optimizer': optimizer}
-    if experts := re.match(r'MoEfication, (\d+) of (\d+)', name):
-      config = _moefied(config, *map(int, experts.groups()))
+    method = METHODS[name]
     init = None
-    if name not in _FROM_SCRATCH:
+    if method.from_dense:
       init = str(self._study.workdir(f'dense/{seed}').absolute())
-    elif name != 'dense':
-      more = self._variant('amod').train.num_steps
-      changes = changes | {'train.num_steps': config.train.num_steps + more}
-    if 'model.score' in changes:  # No prediction heads, which have a rate.
-      changes = changes | {'optimizer': self._variant('amod').optimizer}
     common = {'seed': int(seed), 'init': init, 'log.tensorboard': False}
-    return config_lib.replace(config, {**common, **changes})
+    return config_lib.replace(method.make(self._variants), common)
 
   def _tell(self, config: ExperimentConfig, metrics: dict) -> dict:
     """Returns the result of a run."""
@@ -176,23 +242,8 @@ class Methods:
     return result
 
   def _train(self, config: ExperimentConfig, directory: pathlib.Path):
-    """Trains a run, and returns how it ended."""
-    task = None
-    if depth := re.match(r'A-ViT, depth (\d)', config.name):
-      task = rival_tasks.Halting(config, depth=float(depth[1]))
-    if threshold := re.match(r'Zero Time Waste, (\.\d)', config.name):
-      task = rival_tasks.Exits(config, threshold=float(threshold[1]))
-    if config.name.startswith('MoEfication'):
-      before = directory / 'phase_relu'
-      relu = rival_tasks.with_relu(config.model)
-      result = phases.train(dataclasses.replace(config, model=relu), before)
-      if not result.finished:
-        return result
-      config = dataclasses.replace(config, init=str(before.absolute()))
-      task = rival_tasks.MoEfication(config)
-    if task is None:
-      return phases.train(config, directory)
-    return loop.train(task, config, directory)
+    name, _ = config.name.rsplit('/', 1)
+    return METHODS[name].train(config, directory)
 
   def _draw(self, found: dict[str, dict]):
     """Returns a picture of accuracy over compute; bars are over seeds."""
