@@ -31,6 +31,29 @@ def compared(equal: str):
   return study_tables.recipes(recipes())[equal].items()
 
 
+# Of the studies of vision, by what the README calls them.
+_METHODS = {
+  'dense, trained on': 'all blocks',
+  'dense, 4 blocks': 'the first four of six',
+  'ToMe, r = 11': 'ToMe',
+  'EViT .4': 'EViT',
+  'DynamicViT .7': 'DynamicViT',
+  'A-MoD 50%': 'A-MoD',
+  'MoD 50%': 'MoD',
+  'ACM, β = .5': 'adaptive width',
+}
+
+
+def _accuracy(models: dict[str, dict[str, dict]], name: str) -> str:
+  """Returns a method's mean accuracy, and its FLOPs over the dense model's."""
+
+  def over_runs(name, key):
+    return statistics.mean(run[key] for run in models[name].values())
+
+  share = over_runs(name, 'forward_flops') / over_runs('dense', 'forward_flops')
+  return f'{over_runs(name, "accuracy"):.1%} ({share:.2f})'
+
+
 @table
 def results():
   """The most important results, for the README."""
@@ -45,35 +68,24 @@ def results():
       f'{least[group, flops]:.3f}' for flops in (8e12, 2.5e13)
     )
 
-  def digits(name, script='vit_digits', key='after'):
-    runs = study_tables.by_model(studied(script))[name].values()
-    accuracy, gmacs = (
-      statistics.mean(run[x] for run in runs) for x in (key, 'gmacs')
-    )
-    return f'{accuracy:.1%} at {1e3 * gmacs:.1f} MMACs'
-
-  def adaptive(name):
-    return digits(name, 'acm_digits', 'accuracy')
-
   rows = [
     [
       'text at 8e12 and 2.5e13 training FLOPs, the best size, nats/token'
       ' (`configs/sweeps/laptop.py`)',
       text('dense'),
       f'MoD: {text("mod")}',
-    ],
-    [
-      'digits, accuracy (`benchmarks/vit_digits.py`)',
-      f'{digits("dense")}, {digits("dense, 6 blocks")}',
-      f'A-MoD: {digits("A-MoD 50%")}; DynamicViT: {digits("DynamicViT .7")}',
-    ],
-    [
-      'digits, accuracy (`benchmarks/acm_digits.py`)',
-      adaptive('dense'),
-      f'adaptive width: {adaptive("adaptive, β = .4")},'
-      f' {adaptive("adaptive, β = .6")}',
-    ],
+    ]
   ]
+  for what, script in (
+    ('scenes, the largest digit', 'vit_scenes'),
+    ('real pictures of 12 classes', 'vit_clipart'),
+  ):
+    models = study_tables.by_model(studied(script))
+    dense, first, *others = (
+      f'{label} {_accuracy(models, name)}' for name, label in _METHODS.items()
+    )
+    title = f'{what}, accuracy (`benchmarks/{script}.py`)'
+    rows.append([title, f'{dense}, {first}', ', '.join(others)])
   return markdown(['what', 'dense', 'conditional'], rows)
 
 
