@@ -134,6 +134,7 @@ class RoutingConfig:
       ' per_sequence=True',
       *('balance_loss', 'train_rule'),
     )
+    check(self.kinds != (), 'None for tokens of all kinds, or some', 'kinds')
     if self.kinds is not None:
       of_all = {'per_sequence': False, 'predictor_width': 0}
       of_all |= {'threshold_decay': 0, 'train_rule': 'top_k'}

@@ -91,6 +91,7 @@ TABLE = [
   (lambda: MoDConfig(per_sequence=True, router_loss=0.0), 'balance_loss=0.0'),
   (lambda: MoDConfig(train_rule='router', router_loss=0.0), 'balance_loss'),
   (lambda: MoDConfig(layers=(1, 3, 1)).capacities(5), '(1, 3, 1)', 'different'),
+  (lambda: MoDConfig(kinds=()), 'kinds=()', 'expected None'),
   (lambda: UNROUTED.capacities(5), 'num_layers=5', 'leave dense'),
   (
     lambda: run(routed(threshold_decay=0.9), BY_THRESHOLD),
