@@ -70,7 +70,7 @@ class Halting(Rival):
     rows = jnp.float32(len(batch['image']))
     halting = rows * rivals.halting_loss(output, _PONDER, _SPREAD, self._depth)
     pairs, metric_sums = joined(
-      self.main_loss(output, batch),
+      self.modality.losses(output, batch),
       ([(halting, rows)], {'halting': (halting, rows)}),
     )
     return pairs, (metric_sums, model_state)
@@ -124,7 +124,7 @@ class Exits(Rival):
       mutable=list(model_state),
     )
     *exits, (last, metric_sums) = (
-      self.main_loss(_output(log_BIV[:, i]), batch)
+      self.modality.losses(_output(log_BIV[:, i]), batch)
       for i in range(log_BIV.shape[1])
     )
     pairs = [pair for pairs, _ in exits for pair in pairs]
@@ -168,7 +168,7 @@ class MoEfication(Rival):
       for i, (score_BLE, x_BLD) in enumerate(of_blocks.values())
     )
     pairs, metric_sums = joined(
-      self.main_loss(output, batch),
+      self.modality.losses(output, batch),
       ([(routers, rows)], {'routers': (routers, rows)}),
     )
     return pairs, (metric_sums, model_state)

@@ -147,10 +147,12 @@ def set_losses(
   # Targets of padding may be anything, also without an area.
   distance_BT = jnp.abs(matched_BT4 - target_BT4).sum(axis=-1)
   giou_BT = iou(matched_BT4, target_BT4)[1]
-  # Pictures without objects: divide by 1 at least.
-  count = jnp.maximum(counts_BT.sum(), 1)
+  count = counts_BT.sum()
+  queries = boxes_BQ4.shape[1] * weight_B.sum()
+  # Counted, so that the weights of a batch are known without its matches.
+  weight = count + _NO_OBJECT * (queries - count)
   return SetLosses(
-    classes=(-(log_p_BQ * of_class_BQ).sum(), of_class_BQ.sum()),
+    classes=(-(log_p_BQ * of_class_BQ).sum(), weight),
     l1=(jnp.where(real_BT, distance_BT * counts_BT, 0).sum(), count),
     giou=(jnp.where(real_BT, (1 - giou_BT) * counts_BT, 0).sum(), count),
   )

@@ -138,9 +138,8 @@ class Adaptive(Plain):
       masks=False,
     )
     pairs, metric_sums = joined(
-      self.main_loss(output, batch),
+      self.modality.losses(output, batch),
       self.choice_losses(output, batch, self.config.model),
-      self.modality.more_losses(output),
     )
     if objective.static_learners:
       return pairs, (metric_sums, model_state)

@@ -69,9 +69,12 @@ class Detection(Pictures):
     return (batch['image'],), {}
 
   def loss(self, output, batch):
-    """Returns the objective of the batch, weighed by its rows.
+    return self.losses(output, batch)[1]['loss']
 
-    Its terms are means over different things, so it is no sum over rows.
+  def losses(self, output, batch):
+    """Returns the terms, which are means over different things.
+
+    `loss` is their sum, weighed by the rows of the batch.
     """
     target = batch['label'], batch['box']
     weight = self.config.model.class_weight
@@ -81,7 +84,7 @@ class Detection(Pictures):
     if output.earlier is not None:
       pairs += detection.earlier_losses(*output.earlier, *target, weight)
     rows = jnp.float32(len(batch['label']))
-    return sums.sum_of_means(pairs) * rows, rows
+    return pairs, {'loss': (sums.sum_of_means(pairs) * rows, rows)}
 
   def eval_sums(self, output, batch, mode):
     del mode

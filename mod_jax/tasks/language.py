@@ -136,12 +136,12 @@ class Language(Modality):
       )
     return output.loss
 
-  def more_losses(self, output):
-    if output.early_loss is None:
-      return [], {}
-    total, weight = output.early_loss
-    scaled = self.config.model.early_loss * total, weight
-    return [scaled], {'early_loss': (total, weight)}
+  def losses(self, output, batch):
+    pairs, metric_sums = super().losses(output, batch)
+    if output.early_loss is not None:
+      total, weight = metric_sums['early_loss'] = output.early_loss
+      pairs.append((self.config.model.early_loss * total, weight))
+    return pairs, metric_sums
 
   def eval_sums(self, output, batch, mode):
     total, weight = self.loss(output, batch)

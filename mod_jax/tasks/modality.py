@@ -81,10 +81,10 @@ class Modality(Data):
   def loss(self, output, batch) -> tuple[Any, Any]:
     """Returns the loss of a training batch: (total, weight)."""
 
-  def more_losses(self, output) -> tuple[list[Pair], MetricSums]:
-    """Returns losses to add to `loss`, and sums to report."""
-    del output
-    return [], {}
+  def losses(self, output, batch) -> tuple[list[Pair], MetricSums]:
+    """Returns means to add up in training, and sums to report with `loss`."""
+    pair = self.loss(output, batch)
+    return [pair], {'loss': pair}
 
   @abc.abstractmethod
   def eval_sums(self, output, batch, mode: Mode) -> MetricSums:

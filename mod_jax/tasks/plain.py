@@ -157,16 +157,11 @@ class Plain(Method):
     model = at_floor(self.config.model, static_args)
     output, model_state = self.forward(model, params, model_state, batch, rng)
     pairs, metric_sums = joined(
-      self.main_loss(output, batch),
-      self.modality.more_losses(output),
+      self.modality.losses(output, batch),
       self.taught(output, batch, teacher),
       self.choice_losses(output, batch, model),
     )
     return pairs, (metric_sums, model_state)
-
-  def main_loss(self, output, batch) -> Losses:
-    pair = self.modality.loss(output, batch)
-    return [pair], {'loss': pair}
 
   def taught(self, output, batch, teacher) -> Losses:
     """Returns the losses by a teacher's output, in subclasses that have one."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linear_sum_assignment
 
-from mod_jax.losses import detection
+from mod_jax.losses import detection, sums
 
 B, Q, T, V = 4, 9, 5, 3
 
@@ -137,7 +137,7 @@ def test_pictures_without_objects():
   @jax.value_and_grad
   def loss(boxes):
     found = detection.set_losses(logits, boxes, label, target)
-    return sum(total / count for total, count in found.weighted())
+    return sums.sum_of_means(found.weighted())
 
   value, gradient = loss(boxes)
   assert value > 0

@@ -122,6 +122,28 @@ def test_an_earlier_layer_weighs_as_much_as_the_last():
   np.testing.assert_allclose(of_two, 2 * total, rtol=1e-5)
 
 
+def test_parts_of_a_batch_count_by_their_objects():
+  """As gradient accumulation adds them, also where one part has none."""
+  task = make_task(SCENES.get_config('tiny')).modality
+  rng = np.random.default_rng(2)
+  logits_BQV = np.float32(rng.normal(size=(4, 4, 11)))
+  boxes_BQ4, target_BT4 = np.float32(rng.uniform(0.2, 0.4, (2, 4, 4, 4)))
+  label_BT = np.full((4, 4), -1)
+  label_BT[0], label_BT[1, :2] = 3, 5
+
+  def losses(rows):
+    pairs, metric_sums = task.losses(
+      DETROutput(logits_BQV[rows], boxes_BQ4[rows]),
+      {'label': label_BT[rows], 'box': target_BT4[rows]},
+    )
+    return np.array(pairs), metric_sums['loss']
+
+  whole, (total, rows) = losses(slice(None))
+  parts = losses(slice(2))[0] + losses(slice(2, None))[0]
+  np.testing.assert_allclose(parts, whole, rtol=1e-5)
+  np.testing.assert_allclose(total / rows, (whole[:, 0] / whole[:, 1]).sum())
+
+
 def test_what_does_not_fit_is_refused():
   for changes, words in (
     ({'model.num_classes': 9}, 'model.num_classes=9.*set model.num_classes=10'),
