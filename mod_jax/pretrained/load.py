@@ -1,7 +1,7 @@
 """A model with its weights, ready for use; loads runs and pretrained models."""
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -33,7 +33,7 @@ from mod_jax.sampling import generation
 from mod_jax.sampling.speculation import Draft
 from mod_jax.serving import chat as chat_lib
 from mod_jax.serving import pictures as pictures_lib
-from mod_jax.serving.engine import Engine
+from mod_jax.serving.engine import FAILURES, Engine, Event
 from mod_jax.tasks import detection as detection_task
 from mod_jax.tasks import make_task, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -352,7 +352,8 @@ class Run:
 
     Raises:
       UserError: the model has no chat template, or the messages do not fit it,
-        or are longer than its longest input; or a setting is out of range.
+        or are longer than its longest input; a setting is out of range; or the
+        answer ends early, by a broken tokenizer or too complex a schema.
     """
     if not isinstance(self.config, LMConfig | VLMConfig):
       raise UserError('chat: this is no language model: use run.predict.')
@@ -370,7 +371,7 @@ class Run:
     room = min(generation.bucket(length + max_new_tokens), self.max_length)
     engine = Engine(self, slots=1, max_length=room, pictures=len(pictures))
     engine.submit(tokens, max_new_tokens=max_new_tokens, **settings)
-    pieces = (event.text for event in engine.run() if event.text)
+    pieces = _whole_answer(engine.run())
     return pieces if stream else ''.join(pieces)
 
   def evaluate(
@@ -568,6 +569,14 @@ def load(
 
   variables = jax.tree_util.tree_map_with_path(on_device, variables)
   return dataclasses.replace(run, variables=variables)
+
+
+def _whole_answer(events: Iterable[Event]) -> Iterator[str]:
+  for event in events:
+    if event.text:
+      yield event.text
+    if event.reason in FAILURES:
+      raise UserError(FAILURES[event.reason])
 
 
 def require_floats(run: Run) -> None:

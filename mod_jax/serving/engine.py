@@ -40,6 +40,10 @@ from mod_jax.serving import slots as slots_lib
 from mod_jax.serving.text_stream import TextStream
 
 Reason = Literal['stop', 'length', 'cancelled', 'failed', 'too_complex']
+FAILURES = {  # Reasons for which there is no whole answer, in a sentence.
+  'failed': "the model's tokenizer cannot turn its tokens to text.",
+  'too_complex': 'the JSON schema takes too much computing; simplify it.',
+}
 # Tokens and their log-probabilities in nats, the likeliest first.
 Likeliest = tuple[tuple[int, float], ...]
 
@@ -273,8 +277,10 @@ class Engine:
     length = len(tokens) - len(images)
     if max_new_tokens is None:
       max_new_tokens = max(1, self.max_length - length)
-    if max_new_tokens < 1:
-      raise UserError(f'max_new_tokens={max_new_tokens}: expected 1 or more.')
+    if max_new_tokens < 1 or max_new_tokens % 1:
+      raise UserError(
+        f'max_new_tokens={max_new_tokens}: expected a whole number, 1 or more.'
+      )
     if length + max_new_tokens > self.max_length:
       raise UserError(
         f'A prompt of {length} tokens and {max_new_tokens} new ones do not'

@@ -37,7 +37,7 @@ from mod_jax.models import vlm
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving import metrics as metrics_lib
 from mod_jax.serving import pictures, requests
-from mod_jax.serving.engine import Engine, Event, Load
+from mod_jax.serving.engine import FAILURES, Engine, Event, Load
 from mod_jax.serving.text_process import TextProcess
 
 LOOPBACK = ('localhost', '127.0.0.1', '[::1]')
@@ -427,10 +427,9 @@ async def _next(events: asyncio.Queue):
     raise message
   if isinstance(message, BaseException):
     raise _Refused(f'the request cannot be taken: {message!r:.200}', 500)
-  if message is not None and message[1].reason == 'failed':
-    raise _Refused("the model's tokenizer cannot turn its tokens to text.", 503)
-  if message is not None and message[1].reason == 'too_complex':
-    raise _Refused('the JSON schema takes too much computing; simplify it.')
+  reason = message and message[1].reason
+  if reason in FAILURES:
+    raise _Refused(FAILURES[reason], 503 if reason == 'failed' else 400)
   return message
 
 

@@ -86,3 +86,12 @@ def test_refusals(run):
     run.predict('how', top=3)
   with pytest.raises(UserError, match='max_length'):
     run.chat(MESSAGES, max_new_tokens=10**6)
+
+
+def test_an_answer_that_is_not_whole_is_an_error(run, monkeypatch):
+  def fail(*_):
+    raise UserError('no text')
+
+  monkeypatch.setattr(type(run.tokenizer), 'decode_after', fail)
+  with pytest.raises(UserError, match='cannot turn its tokens to text'):
+    run.chat(MESSAGES, max_new_tokens=8)

@@ -30,6 +30,7 @@ def make(config=MOD, **kwargs):
     ([1] * 30, {'max_new_tokens': 11}, '30 tokens and 11 new.*max_length=40'),
     ([30], {}, '30..30.*vocab_size=30'),
     ([1], {'max_new_tokens': 0}, 'max_new_tokens=0'),
+    ([1], {'max_new_tokens': 2.5}, 'max_new_tokens=2.5'),
     ([1], {'temperature': -1.0}, 'temperature=-1.0'),
     ([1], {'top_p': 0.0}, 'top_p=0.0'),
     ([1], {'seed': -1}, 'seed=-1'),
