@@ -124,7 +124,7 @@ REFUSED = {
       VLMConfig(
         language=dataclasses.replace(tiny.LM, adaptive=AdaptiveConfig())
       ),
-      data=ConversationDataConfig(),
+      data=ConversationDataConfig(image_size=224),
     )
   ),
   'model.image_size=12 and data.image_size=8 … set both': (
