@@ -323,30 +323,45 @@ _GUESSED = {
 
 
 def pictures_asked(found: Mapping[str, dict]) -> str:
-  """Table of models that answer questions about scenes, by kind of question."""
+  """Table of models that answer questions about scenes: costs and accuracy."""
+  models = _asked(found)
+  dense = [run['forward_flops'] for run in models.get('dense', {}).values()]
   rows = []
-  models = by_model(found)
-  dense = models.get('dense', {}).values()
-  mega = next((run['forward_flops'] for run in dense), None)
   for name, of_seed in models.items():
     runs = list(of_seed.values())
-    if f'accuracy/{next(iter(_GUESSED))}' not in runs[0]:
-      continue  # It answers no questions yet.
     cost = runs[0]['forward_flops']
     rows.append(
       [
         *(name, str(len(runs)), f'{cost / 1e6:.1f}'),
-        f'{cost / mega:.2f}' if mega else '',
+        f'{cost / dense[0]:.2f}' if dense else '',
+        str(runs[0]['steps'] or ''),
         over_seeds(runs, 'accuracy', 100, 1),
-        *(over_seeds(runs, f'accuracy/{x}', 100, 1) for x in _GUESSED),
+        '' if name == 'dense' else _paired(models, name, 'dense'),
         over_seeds(runs, 'cpu_seconds', 1 / 60, 1),
       ]
     )
   mean = sum(_GUESSED.values()) / len(_GUESSED)
-  chance = [f'{100 * x:.1f}' for x in (mean, *_GUESSED.values())]
-  rows.append(['one answer always', '', '', '', *chance, ''])
-  header = ['model', 'seeds', 'MFLOPs', 'of dense', 'right, %']
-  return markdown([*header, *_GUESSED, 'CPU minutes'], rows)
+  rows.append(['one answer always', *[''] * 4, f'{100 * mean:.1f}', '', ''])
+  header = ['model', 'seeds', 'MFLOPs', 'of dense', 'steps', 'right, %']
+  return markdown([*header, 'over dense, points', 'CPU minutes'], rows)
+
+
+def kinds_asked(found: Mapping[str, dict]) -> str:
+  """Table of models that answer questions about scenes, by kind of question."""
+  rows = []
+  for name, of_seed in _asked(found).items():
+    runs = list(of_seed.values())
+    right = [over_seeds(runs, f'accuracy/{x}', 100, 1) for x in _GUESSED]
+    rows.append([name, *right])
+  chance = [f'{100 * x:.1f}' for x in _GUESSED.values()]
+  rows.append(['one answer always', *chance])
+  return markdown(['right, %', *_GUESSED], rows)
+
+
+def _asked(found: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
+  """Returns results by model and seed, of those that were asked questions."""
+  answered = f'accuracy/{next(iter(_GUESSED))}'
+  return by_model({k: run for k, run in found.items() if answered in run})
 
 
 # Methods whose accuracies are compared by seed, in `vit_methods.py`.
@@ -391,12 +406,12 @@ def method_pairs(found: Mapping[str, dict]) -> str:
 
 def _paired(models, name: str, other: str, key: str = 'accuracy') -> str:
   """Returns the mean difference of accuracies by seed, and its 95% interval."""
-  seeds = models.get(name, {}).keys() & models.get(other, {}).keys()
+  seeds = sorted(models.get(name, {}).keys() & models.get(other, {}).keys())
   differences = [
     100 * (models[name][x][key] - models[other][x][key]) for x in seeds
   ]
-  if len(differences) < 2:
-    return ''.join(f'{x:.1f}' for x in differences)
+  if len(differences) < 3:  # An interval would say nothing.
+    return ', '.join(f'{x:.1f}' for x in differences)
   t = stats.t.ppf(0.975, len(differences) - 1)
   half = t * np.std(differences, ddof=1) / len(differences) ** 0.5
   return f'{np.mean(differences):.1f} ± {half:.1f}'

@@ -97,13 +97,8 @@ def variants() -> dict[str, vlm.VLMConfig]:
   }
 
 
-def prompt_length(config: vlm.VLMConfig) -> int:
-  """Returns the number of tokens of a prompt, its picture's included."""
-  return config.num_patches + _TEXT.value
-
-
 def drawn(config) -> dict:
-  """Returns parameters that say something to each other, routers included."""
+  """Returns variables that say something to each other, routers included."""
   rng = np.random.default_rng(0)
 
   def draw(name, leaf):
@@ -113,25 +108,29 @@ def drawn(config) -> dict:
     value = rng.normal(0, scale, leaf.shape) + ('scale' in name)
     return jnp.asarray(value, leaf.dtype)
 
-  shapes = trees.flatten(protocol.shapes(config)['params'])
+  shapes = dict(protocol.shapes(config))
+  params = trees.flatten(shapes.pop('params'))
   # The dense parameters first, so that they are the same in all.
-  names = sorted(shapes, key=lambda name: ('router' in name, name))
-  return trees.unflatten({name: draw(name, shapes[name]) for name in names})
+  names = sorted(params, key=lambda name: ('router' in name, name))
+  drawn = trees.unflatten({name: draw(name, params[name]) for name in names})
+  # Statistics of batch norms: any positive numbers will do.
+  statistics = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
+  return {'params': drawn, **statistics}
 
 
-def prompts(config: vlm.VLMConfig, batch: int):
+def prompts(config: vlm.VLMConfig, batch: int, text: int):
   """Returns tokens and pictures of rows, all different."""
   rng = np.random.default_rng(1)
-  text_BT = rng.integers(0, config.image_token, (batch, _TEXT.value))
+  text_BT = rng.integers(0, config.image_token, (batch, text))
   size = config.image_size
   images = rng.normal(size=(batch, 1, size, size, 3)).astype(np.float32)
   rows = [[config.image_token, *row] for row in text_BT.tolist()]
   return vlm.place_images(config, rows, list(images))
 
 
-def prefill_flops(config: vlm.VLMConfig) -> int:
+def prefill_flops(config: vlm.VLMConfig, text: int) -> int:
   """Returns the FLOPs of a prompt of one row, with one row of the head."""
-  *parts, _ = config.flops_table(prompt_length(config), 1)
+  *parts, _ = config.flops_table(config.num_patches + text, 1)
   head = 2 * config.language.width * config.vocab_size
   return sum(sum(part.values()) for _, part in parts) + head
 
@@ -147,11 +146,11 @@ def cache_bytes(cache: lm.LMCache) -> int:
 class Model:
   """A model with its weights, and the state after the newest prompt."""
 
-  def __init__(self, config: vlm.VLMConfig, batch: int):
-    room = prompt_length(config) + _WARMUP + _ROUNDS.value
+  def __init__(self, config: vlm.VLMConfig, batch: int, text: int):
+    room = config.num_patches + text + _WARMUP + _ROUNDS.value
     self.config, self.mode = config, config.decoding_mode
-    self.variables = {'params': drawn(config)}
-    self.placed = prompts(config, batch)
+    self.variables = drawn(config)
+    self.placed = prompts(config, batch, text)
     self.empty = functools.partial(
       lm.LMCache.empty,
       *(config, batch, room, self.mode, None, config.num_patches),
@@ -202,10 +201,24 @@ class Model:
     self.token_B.block_until_ready()
 
 
-def measure(batch: int, rounds: int, stack) -> tuple[dict, str | None]:
-  """Returns the figures for a number of rows, and PyTorch's description."""
-  configs, about = variants(), None
-  models = {name: Model(config, batch) for name, config in configs.items()}
+def measure(
+  configs: dict[str, vlm.VLMConfig],
+  batch: int,
+  text: int,
+  rounds: int,
+  stack: contextlib.ExitStack,
+) -> tuple[dict, str | None]:
+  """Returns the figures for a number of rows, and PyTorch's description.
+
+  Args:
+    configs: the models by name; one is `dense`.
+    batch: rows of a prompt.
+    text: tokens of a question.
+    rounds: timed prompts of each model.
+    stack: closes PyTorch's process.
+  """
+  about = None
+  models = {name: Model(x, batch, text) for name, x in configs.items()}
   prefills = {name: model.prefill for name, model in models.items()}
   steps = {name: model.step for name, model in models.items()}
   tokens = []
@@ -227,7 +240,7 @@ def measure(batch: int, rounds: int, stack) -> tuple[dict, str | None]:
   first = models['dense'].token_B.tolist()
   of_steps = timing.interleaved(steps, rounds=_ROUNDS.value, warmup=_WARMUP)
   last = models['dense'].token_B.tolist()
-  work = {name: prefill_flops(config) for name, config in configs.items()}
+  work = {name: prefill_flops(x, text) for name, x in configs.items()}
   sizes = {name: model.bytes for name, model in models.items()}
   cell = {
     'batch': batch,
@@ -283,7 +296,9 @@ def main(_):
   }
   for batch, rounds in zip(_BATCHES.value, _PROMPTS.value, strict=False):
     with contextlib.ExitStack() as stack:
-      cell, results['torch'] = measure(int(batch), int(rounds), stack)
+      cell, results['torch'] = measure(
+        *(variants(), int(batch), _TEXT.value, int(rounds), stack)
+      )
     results['cells'].append(cell)
     results_lib.save(__file__, results)
 

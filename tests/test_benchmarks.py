@@ -258,7 +258,8 @@ def test_models_that_see_are_compared(tmp_path):
   out = run('vlm_scenes', *args, 'runs=^(captions|dense)/')
   rows = [line.split(' | ')[0] for line in out.splitlines() if '|' in line]
   models = ['| dense', '| FastV, not trained with', '| one answer always']
-  assert rows[2:] == models
+  costs, by_kind = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+  assert costs[2:] == by_kind[2:] == models
   lines = (tmp_path / 'vlm_scenes.jsonl').read_text().splitlines()
   first, dense, fastv = map(json.loads, lines)
   assert first['run'] == 'captions/0'
@@ -270,6 +271,10 @@ def test_models_that_see_are_compared(tmp_path):
   assert (tmp_path / 'vlm_scenes.png').is_file()
   again = run('vlm_scenes', *args, 'runs=^dense/')
   assert again.splitlines()[-3:] == out.splitlines()[-3:]
+  run('vlm_scenes', *args, 'time')
+  timed = json.loads((tmp_path / 'vlm_scenes.json').read_text())
+  assert timed['cache_bytes']['dense'] > 0
+  assert list(timed['seconds_to_first_token']) == ['dense']
 
 
 def test_all_that_an_accelerator_is_asked(tmp_path):

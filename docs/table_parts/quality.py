@@ -279,6 +279,12 @@ def vlm_scenes():
 
 
 @table
+def vlm_scenes_kinds():
+  """The same by kind of question."""
+  return study_tables.kinds_asked(studied('vlm_scenes'))
+
+
+@table
 def detection_scenes():
   """Detection on scenes, dense and routed."""
   return study_tables.detection(studied('detection_scenes'))

@@ -376,6 +376,7 @@ def vision_inference():
   names = {
     'amod': f'A-MoD {settings["capacity"]:.0%}',
     'dynamic_vit': f'DynamicViT, keeps {settings["keep"]}',
+    'without_heads': f'DynamicViT, keeps {settings["keep"]}, no heads',
   }
   rows = []
   for batch, row in found['batches'].items():
@@ -549,12 +550,31 @@ _VLM = {
 @table
 def vlm_decode():
   """Answers about pictures: first tokens, further ones, caches."""
+  cells = sorted(measured('vlm')['cells'], key=lambda cell: cell['batch'])
+  names = _VLM | {'torch': 'PyTorch, dense'}
+  return _answers(cells, names)
+
+
+@table
+def vlm_scenes_prompts():
+  """Questions about scenes: times to the first token, and caches."""
+  cell = measured('vlm_scenes')
+  names = {name: name for name in cell['seconds_to_first_token']}
+  return _answers([cell], names)
+
+
+def _answers(cells: list[dict], names: dict[str, str]) -> str:
+  """Returns a table of what `benchmarks/vlm.py` measures, by numbers of rows.
+
+  Args:
+    cells: what it has found, for a number of rows each.
+    names: of the models in the table, by those in the cells.
+  """
   rows = []
-  cells = measured('vlm')['cells']
-  for cell in sorted(cells, key=lambda cell: cell['batch']):
+  for cell in cells:
     first, step = cell['seconds_to_first_token'], cell['seconds_per_step']
     sizes = cell['cache_bytes']
-    for name in first:
+    for name, seconds in first.items():
       ratios = cell['prompt'].get(name)
       over = [''] * 3
       if ratios is not None:
@@ -567,11 +587,11 @@ def vlm_decode():
       mib = ''
       if name in sizes:
         share = sizes[name] / sizes['dense']
-        mib = f'{sizes[name] / 2**20:.0f} ({share:.3f})'
+        mib = f'{sizes[name] / 2**20:.3g} ({share:.3f})'
       rows.append(
         [
-          *(str(cell['batch']), _VLM.get(name, 'PyTorch, dense')),
-          *(f'{first[name]:.2f}', *over, f'{1e3 * step[name]:.1f}', mib),
+          *(str(cell['batch']), names[name], f'{seconds:.3g}', *over),
+          *(f'{1e3 * step[name]:.1f}', mib),
         ]
       )
   header = [
