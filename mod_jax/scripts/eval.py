@@ -153,7 +153,8 @@ def _predict(run) -> list[str]:
       '--predict reads pictures or recordings: this run is a language model;'
       ' take --sample or, to ask about pictures, run.predict.'
     )
-  if path is not None and isinstance(run.config, DETRConfig | Wav2Vec2Config):
+  classifies = not isinstance(run.config, DETRConfig | Wav2Vec2Config)
+  if path is not None and not classifies:
     raise UserError(
       f'--predictions={path} holds classes of pictures, and this model does not'
       ' classify: leave it out.'
@@ -166,15 +167,22 @@ def _predict(run) -> list[str]:
         raise UserError(f'--predict={pattern}: there is no such file.')
       files += matches
   width = max(map(len, files))
-  if isinstance(run.config, DETRConfig | Wav2Vec2Config):
+  if not classifies:
+    unreadable = []
     for file in files:
-      (found,) = run.predict(file)
-      if isinstance(run.config, DETRConfig):
-        text = ', '.join(f'{x.name} {x.score:.1%}' for x in found)
+      try:
+        (found,) = run.predict(file)
+      except UserError as error:
+        unreadable.append(file)
+        text = str(error)
       else:
-        text = found.text
+        text = (
+          found.text
+          if isinstance(run.config, Wav2Vec2Config)
+          else ', '.join(f'{x.name} {x.score:.1%}' for x in found)
+        )
       print(f'{file:{width}}  {text}')
-    return []
+    return unreadable
   rows = []
   for chunk in itertools.batched(files, _BATCH):
     images, batch = [], [{'file': file} for file in chunk]

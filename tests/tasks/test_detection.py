@@ -69,6 +69,11 @@ def test_the_command_line_tells_what_is_found(trained, picture, tmp_path):
   command = ('eval.py', f'--workdir={trained[0]}', '--noevaluate')
   ended = run(*command, f'--predict={tmp_path}/*.png')
   assert (ended.status, ended.err) == (0, '')
+  (tmp_path / '0.png').write_text('no picture')
+  again = run(*command, f'--predict={tmp_path}/*.png')
+  assert again.status
+  assert again.out.endswith(ended.out)
+  assert f'{tmp_path}/0.png' in again.err
   for line, name in zip(ended.out.splitlines(), 'ab', strict=True):
     (found,) = mod_jax.load(trained[0]).predict(tmp_path / f'{name}.png')
     told = [f'{x.name} {x.score:.1%}' for x in found]
