@@ -47,12 +47,8 @@ def read_template(path: str | os.PathLike) -> jinja2.Template | None:
   text = fields.get('chat_template')
   if isinstance(text, list):
     # Several by their names; others than the default are for tools and so on.
-    defaults = [
-      named.get('template')
-      for named in text
-      if isinstance(named, dict) and named.get('name') == 'default'
-    ]
-    text = defaults[0] if defaults else None
+    named = {x.get('name'): x for x in text if isinstance(x, dict)}
+    text = named.get('default', {}).get('template')
   with contextlib.suppress(OSError, ValueError):
     text = (folder / tokenizers.CHAT_TEMPLATE).read_text('utf-8')
   if not isinstance(text, str):

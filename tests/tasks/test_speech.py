@@ -1,5 +1,6 @@
 """Recognition of synthetic words: training, conversion, and use."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -88,7 +89,11 @@ def test_a_run_is_evaluated_on_other_recordings(dense, tmp_path, monkeypatch):
   data = AudioDataConfig(source='folder', path=str(tmp_path))
   # A vocabulary of these recordings would have other labels.
   monkeypatch.setattr(audio, 'make_vocabulary', None)
-  assert run.evaluate(data)['wer'] > 0
+  found = run.evaluate(data)
+  assert found['wer'] > 0
+  # The model's rate is taken, not the one that the data are said to have.
+  slow = dataclasses.replace(data, rate=formants.RATE)
+  assert run.evaluate(slow) == found
 
 
 def test_the_command_line_transcribes_recordings(dense, tmp_path):
