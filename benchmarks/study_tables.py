@@ -405,7 +405,10 @@ def method_pairs(found: Mapping[str, dict]) -> str:
 
 
 def _paired(models, name: str, other: str, key: str = 'accuracy') -> str:
-  """Returns the mean difference of accuracies by seed, and its 95% interval."""
+  """Returns the mean difference of accuracies by seed, and its 95% interval.
+
+  Of fewer than three seeds it returns the differences.
+  """
   seeds = sorted(models.get(name, {}).keys() & models.get(other, {}).keys())
   differences = [
     100 * (models[name][x][key] - models[other][x][key]) for x in seeds

@@ -112,10 +112,10 @@ def drawn(config) -> dict:
   params = trees.flatten(shapes.pop('params'))
   # The dense parameters first, so that they are the same in all.
   names = sorted(params, key=lambda name: ('router' in name, name))
-  drawn = trees.unflatten({name: draw(name, params[name]) for name in names})
+  params = trees.unflatten({name: draw(name, params[name]) for name in names})
   # Statistics of batch norms: any positive numbers will do.
   statistics = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
-  return {'params': drawn, **statistics}
+  return {'params': params, **statistics}
 
 
 def prompts(config: vlm.VLMConfig, batch: int, text: int):
