@@ -17,8 +17,8 @@ the end of each stage its results, with device and versions, are gathered in
 `STAGE.json`: these files are what to send back. A part that fails is named at
 the end, and tried again by the next call. `--parts` runs those whose STAGE/PART
 matches a regular expression. `--python` compares with PyTorch, if that is
-another Python with torch and transformers. `--tiny` runs everything at sizes
-that measure nothing, also on a CPU.
+another Python with torch, transformers and timm. `--tiny` runs everything at
+sizes that measure nothing, also on a CPU.
 """
 
 import csv
@@ -37,7 +37,7 @@ _WORKDIR = flags.DEFINE_string('workdir', None, 'Of results.', required=True)
 _MINUTES = flags.DEFINE_float('minutes', None, 'After which no part begins.')
 _PARTS = flags.DEFINE_string('parts', '', 'A pattern of STAGE/PART.')
 _TINY = flags.DEFINE_bool('tiny', False, 'Sizes that measure nothing.')
-_PYTHON = flags.DEFINE_string('python', None, 'With torch and transformers.')
+_PYTHON = flags.DEFINE_string('python', None, 'With torch, for comparison.')
 
 
 def part(script: str, sizes: str, tiny: str) -> list[str]:
@@ -55,7 +55,8 @@ def stages() -> dict[str, dict[str, list[str]]]:
   """Returns the commands of each stage by name."""
   tiny_lm = '--rounds=2 --width=64 --layers=2 --length=32 --batch=2'
   tiny_vit = '--rounds=1 --image_size=112 --layers=4'
-  lm = '--dtype=bfloat16 --length=2048 --vocab=32768'
+  # Heads of 128 channels, as in `configs/lm/paper.py`.
+  lm = '--dtype=bfloat16 --length=2048 --vocab=32768 --head_dim=128 --rounds=7'
   vit = '--dtype=bfloat16 --batch=128'
   infer = '--dtype=bfloat16 --batches=1,32,256'
   training = {
@@ -69,10 +70,10 @@ def stages() -> dict[str, dict[str, list[str]]]:
   backbones = ('deit_tiny',) if _TINY.value else ('deit_small', 'vit_base')
   for backbone in backbones:
     chosen = f'--backbone={backbone}'
-    training[f'{backbone}_step'] = part(
+    training[f'{backbone}_step'] = beside_torch(
       'vit_train_step', f'{vit} {chosen}', f'{tiny_vit} {chosen} --batch=2'
     )
-    training[f'{backbone}_inference'] = part(
+    training[f'{backbone}_inference'] = beside_torch(
       'vit_throughput', f'{infer} {chosen}', f'{tiny_vit} {chosen} --batches=2'
     )
   scores = '--dtype=bfloat16 --channels=64'
@@ -89,9 +90,11 @@ def stages() -> dict[str, dict[str, list[str]]]:
     'route_scores_lm': part(
       'route_scores', f'{scores} --lengths=1024,2048,4096 --causal', tiny_scores
     ),
-    'acm_layer': part('acm_layer', '--dtype=bfloat16 --ragged', tiny_acm),
+    'acm_layer': part('acm_layer', '--dtype=bfloat16 --grouped', tiny_acm),
     'acm_layer_gradient': part(
-      'acm_layer', '--dtype=bfloat16 --gradient', f'{tiny_acm} --gradient'
+      'acm_layer',
+      '--dtype=bfloat16 --grouped --gradient',
+      f'{tiny_acm} --gradient',
     ),
     'head_loss': part(
       'head_loss',

@@ -7,10 +7,11 @@ The gate runs, but its choices are replaced by random ones with a given mean,
 since those of an untrained gate are arbitrary. The layer is timed in turn with
 the static FFN and with all learners run densely. The result is written beside
 this file as JSON. On a CPU, all of them use huge pages of memory, unless
-`--nohuge_pages`. On a GPU give `--dtype=bfloat16 --ragged`, which adds the same
-products by `jax.lax.ragged_dot` (on CPUs that multiplies everything), and
-`--peak_tflops --bandwidth_tb` for a lower bound of the time of a forward pass.
-`--gradient` times all gradients.
+`--nohuge_pages`. On a GPU give `--dtype=bfloat16 --grouped`, which adds all
+learners as products of groups, by `jax.lax.ragged_dot` (which multiplies all
+rows by all weights on CPUs and GPUs) and by `grouped_dot`, and `--peak_tflops
+--bandwidth_tb` for a lower bound of the time of a forward pass. `--gradient`
+times all gradients.
 """
 
 import functools
@@ -37,7 +38,7 @@ _DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'Of the computation.'
 )
 _POINTS = flags.DEFINE_integer('points', 8, 'Mean numbers, from N / points.')
-_RAGGED = flags.DEFINE_bool('ragged', False, 'Beside jax.lax.ragged_dot.')
+_GROUPED = flags.DEFINE_bool('grouped', False, 'Beside products of groups.')
 _GRADIENT = flags.DEFINE_bool('gradient', False, 'Forward and backward.')
 _PEAK = flags.DEFINE_float('peak_tflops', None, "The device's products.")
 _BANDWIDTH = flags.DEFINE_float('bandwidth_tb', None, 'Its memory, TB/s.')
@@ -56,8 +57,8 @@ def draw(key, mean: float, shape) -> jax.Array:
   return draws.sum(axis=0, dtype=jnp.int32)
 
 
-def ragged(x_TD, up_NDF, bias_NF, down_NFD, chosen_T):
-  """The same as `acm_mlp` by XLA's grouped products: a row for each pair."""
+def grouped(dot, x_TD, up_NDF, bias_NF, down_NFD, chosen_T):
+  """The same as `acm_mlp` by products of groups: a row for each pair."""
   tokens, learners = x_TD.shape[0], up_NDF.shape[0]
   order_T = jnp.argsort(-chosen_T)
   # Learner n runs on the first `count_N[n]` of the ordered tokens.
@@ -67,9 +68,9 @@ def ragged(x_TD, up_NDF, bias_NF, down_NFD, chosen_T):
   learner_R = jnp.searchsorted(end_N, row_R, side='right').clip(0, learners - 1)
   place_R = row_R - (end_N - count_N)[learner_R]
   token_R = order_T[place_R.clip(0, tokens - 1)]
-  hidden_RF = jax.lax.ragged_dot(x_TD[token_R], up_NDF, count_N)
+  hidden_RF = dot(x_TD[token_R], up_NDF, count_N)
   hidden_RF = nn.gelu(hidden_RF + bias_NF[learner_R], approximate=False)
-  y_RD = jax.lax.ragged_dot(hidden_RF, down_NFD, count_N)
+  y_RD = dot(hidden_RF, down_NFD, count_N)
   y_RD = jnp.where((row_R < end_N[-1])[:, None], y_RD, 0)
   return jnp.zeros_like(x_TD).at[token_R].add(y_RD)
 
@@ -133,7 +134,6 @@ def main(_):
     return every.apply({'params': params}, z_BLD)[0]
 
   ours = compiled(functools.partial(adaptive, mod_jax_kernels.acm_mlp))
-  by_ragged = compiled(functools.partial(adaptive, ragged))
   functions = {
     'static': functools.partial(compiled(static.apply), static_params, z_BLD),
     'all_dense': functools.partial(compiled(all_learners), params, z_BLD),
@@ -144,10 +144,12 @@ def main(_):
   drawn = {mean: draw(key, mean, shape) for mean in means}
   for mean, drawn_BL in drawn.items():
     functions[f'{mean:g}'] = functools.partial(ours, params, z_BLD, drawn_BL)
-    if _RAGGED.value:
-      functions[f'ragged {mean:g}'] = functools.partial(
-        by_ragged, params, z_BLD, drawn_BL
+  if _GROUPED.value:
+    for dot in (jax.lax.ragged_dot, mod_jax_kernels.grouped_dot):
+      run = compiled(
+        functools.partial(adaptive, functools.partial(grouped, dot))
       )
+      functions[dot.__name__] = functools.partial(run, params, z_BLD, drawn_BL)
   seconds = timing.interleaved(
     functions, rounds=_ROUNDS.value, queued=timing.queue_length()
   )

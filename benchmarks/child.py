@@ -1,8 +1,20 @@
 """Runs a script step by step under another Python, such as one with PyTorch."""
 
+from collections.abc import Callable
 import contextlib
+import dataclasses
 import pathlib
 import subprocess
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+  """A step that a script may have begun and not finished, as JAX's results."""
+
+  step: Callable[[str], str]
+
+  def block_until_ready(self) -> None:
+    self.step('wait')
 
 
 @contextlib.contextmanager
@@ -33,3 +45,15 @@ def steps(python: str, script: str, *arguments: int | str):
       return child.stdout.readline()
 
     yield step, about
+
+
+@contextlib.contextmanager
+def torch_steps(python: str, kind: str, *sizes: int):
+  """As `steps`, of PyTorch: its function returns when the step has begun."""
+  with steps(python, 'torch_steps.py', kind, *sizes) as (step, about):
+
+    def start(request=''):
+      step(request)
+      return Started(step)
+
+    yield start, about

@@ -13,6 +13,7 @@ weights and caches. The result is written beside this file as JSON.
 """
 
 import contextlib
+import functools
 
 from absl import app, flags
 import child
@@ -144,11 +145,14 @@ def measure(mod: lm.LMConfig, batch: int, context: int) -> tuple[dict, str]:
   dense = mod.dense_twin()
   in_turns = RoutingMode(rule='fixed', overflow='drop')
   masked = RoutingMode(rule='fixed', overflow='drop', chunk=0)
-  steps = {
-    'dense': step_function(dense, batch, context, in_turns),
-    'mod': step_function(mod, batch, context, in_turns),
-    'mod_masked': step_function(mod, batch, context, masked),
-  }
+  make = functools.partial(step_function, batch=batch, context=context)
+  steps = machine.built(
+    {
+      'dense': functools.partial(make, dense, mode=in_turns),
+      'mod': functools.partial(make, mod, mode=in_turns),
+      'mod_masked': functools.partial(make, mod, mode=masked),
+    }
+  )
   cache_bytes = {name: step.cache_bytes for name, step in steps.items()}
   about = None
   with contextlib.ExitStack() as stack:
@@ -156,7 +160,7 @@ def measure(mod: lm.LMConfig, batch: int, context: int) -> tuple[dict, str]:
       sizes = (batch, context, dense.vocab_size, dense.width, dense.num_layers)
       sizes += (dense.num_heads, dense.block.mlp.hidden)
       steps['torch'], about = stack.enter_context(
-        child.steps(_TORCH.value, 'torch_steps.py', 'decode', *sizes)
+        child.torch_steps(_TORCH.value, 'decode', *sizes)
       )
     seconds = timing.interleaved(
       steps,

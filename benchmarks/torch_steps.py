@@ -1,9 +1,10 @@
 """Runs steps of a model of `transformers` on PyTorch, on request.
 
 Benchmarks with `--torch` run this script under an interpreter that has torch
-and transformers. Each input line requests a step; an output line says that it
-is done. The first argument says what a step is; the others are its sizes. On a
-GPU products are in bfloat16, and training steps are compiled.
+and transformers, or timm for ViTs. Each input line requests a step; an output
+line says that it has been started, and, after the line `wait`, that it is done.
+The first argument says what a step is; the others are its sizes. On a GPU
+products are in bfloat16, and training steps and ViTs are compiled.
 """
 
 import sys
@@ -44,9 +45,8 @@ def train(batch, length, vocab, *sizes):
       loss = forward(input_ids=tokens_BL, labels=tokens_BL).loss
     loss.backward()
     optimizer.step()
-    return loss.item()
 
-  return model, step
+  return about_transformers(model), step
 
 
 def decode(batch, context, vocab, *sizes):
@@ -64,9 +64,8 @@ def decode(batch, context, vocab, *sizes):
     nonlocal token_B1
     output = model(input_ids=token_B1, past_key_values=cache, use_cache=True)
     token_B1 = output.logits[:, -1:].argmax(dim=-1)
-    return token_B1[0].item()
 
-  return model, step
+  return about_transformers(model), step
 
 
 def wav2vec2(layers, width, hidden, samples):
@@ -81,26 +80,85 @@ def wav2vec2(layers, width, hidden, samples):
     batch = int(line)
     if batch not in waves:
       waves[batch] = torch.randn(batch, samples, device=DEVICE)
-    return tuple(model(waves[batch]).logits.shape)
+    model(waves[batch])
 
-  return model, step
+  return about_transformers(model), step
+
+
+def vit(image_size, width, layers, heads):
+  """Returns timm's ViT."""
+  # Not all who have torch and transformers have it.
+  import timm
+
+  model = timm.models.VisionTransformer(
+    img_size=image_size, embed_dim=width, depth=layers, num_heads=heads
+  )
+  return model.to(DEVICE), [f'timm {timm.__version__}']
+
+
+def vit_train(batch, *sizes):
+  """A training step of a ViT."""
+  model, about = vit(*sizes)
+  optimizer = torch.optim.AdamW(
+    model.train().parameters(), lr=1e-4, fused=ON_GPU
+  )
+  images_BCHW = torch.randn(batch, 3, sizes[0], sizes[0], device=DEVICE)
+  label_B = torch.randint(0, 1000, (batch,), device=DEVICE)
+  forward = torch.compile(model) if ON_GPU else model
+
+  def step(_):
+    optimizer.zero_grad()
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=ON_GPU):
+      logits_BV = forward(images_BCHW)
+    torch.nn.functional.cross_entropy(logits_BV.float(), label_B).backward()
+    optimizer.step()
+
+  return about, step
+
+
+def vit_infer(batch, *sizes):
+  """A pass of a ViT, on a GPU as one CUDA graph."""
+  model, about = vit(*sizes)
+  images_BCHW = torch.randn(batch, 3, sizes[0], sizes[0], device=DEVICE)
+  model.eval()
+  if ON_GPU:
+    images_BCHW = images_BCHW.bfloat16()
+    model = torch.compile(model.bfloat16(), mode='reduce-overhead')
+    about.append('CUDA graph')
+
+  @torch.inference_mode()
+  def step(_):
+    model(images_BCHW)
+
+  return about, step
+
+
+def about_transformers(model):
+  return [
+    f'transformers {transformers.__version__}',
+    model.config._attn_implementation,
+  ]
 
 
 def main():
   kind, *sizes = sys.argv[1:]
   torch.manual_seed(0)
-  make = {'train': train, 'decode': decode, 'wav2vec2': wav2vec2}[kind]
-  model, step = make(*map(int, sizes))
-  about = [f'torch {torch.__version__}']
-  about.append(f'transformers {transformers.__version__}')
+  kinds = (train, decode, wav2vec2, vit_train, vit_infer)
+  make = {function.__name__: function for function in kinds}[kind]
+  about, step = make(*map(int, sizes))
+  about.insert(0, f'torch {torch.__version__}')
   if ON_GPU:
     about.append(f'{torch.cuda.get_device_name()}, bfloat16')
-    about += ['torch.compile'] if kind == 'train' else []
+    about += ['torch.compile'] if kind not in ('decode', 'wav2vec2') else []
   else:
     about.append(f'{torch.get_num_threads()} threads')
-  print(', '.join([*about, model.config._attn_implementation]), flush=True)
+  print(', '.join(about), flush=True)
   for line in sys.stdin:
-    print(step(line), flush=True)
+    if line.strip() != 'wait':
+      step(line)
+    elif ON_GPU:
+      torch.cuda.synchronize()
+    print('done', flush=True)
 
 
 if __name__ == '__main__':

@@ -11,6 +11,7 @@ written beside this file as JSON.
 
 import contextlib
 import dataclasses
+import functools
 
 from absl import app, flags
 import child
@@ -27,6 +28,7 @@ import results as results_lib
 
 _WIDTH = flags.DEFINE_integer('width', 256, 'D')
 _LAYERS = flags.DEFINE_integer('layers', 8, 'Number of blocks.')
+_HEAD_DIM = flags.DEFINE_integer('head_dim', 64, 'Channels of a head.')
 _LENGTH = flags.DEFINE_integer('length', 512, 'S')
 _BATCH = flags.DEFINE_integer('batch', 8, 'B')
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed steps of each.')
@@ -78,7 +80,7 @@ def main(_):
     vocab_size=_VOCAB.value,
     num_layers=_LAYERS.value,
     width=_WIDTH.value,
-    num_heads=_WIDTH.value // 64,
+    num_heads=_WIDTH.value // _HEAD_DIM.value,
     mlp=_MLP.value,
     routing=MoDConfig(capacity=0.125),
     dtype=_DTYPE.value,
@@ -88,10 +90,12 @@ def main(_):
   side = 2048 if jax.default_backend() == 'cpu' else 8192
   a = jax.random.normal(jax.random.key(2), (side, side), dense.dtype)
   product = jax.jit(lambda a: a @ a)
-  steps = {
-    'mod': step_function(mod, batch, length),
-    'dense': step_function(dense, batch, length),
-  }
+  steps = machine.built(
+    {
+      name: functools.partial(step_function, config, batch, length)
+      for name, config in (('mod', mod), ('dense', dense))
+    }
+  )
   others = {'matmul': lambda: product(a)}
   with contextlib.ExitStack() as stack:
     about = None
@@ -99,9 +103,14 @@ def main(_):
       sizes = (batch, length, dense.vocab_size, dense.width, dense.num_layers)
       sizes += (dense.num_heads, dense.block.mlp.hidden)
       others['torch'], about = stack.enter_context(
-        child.steps(_TORCH.value, 'torch_steps.py', 'train', *sizes)
+        child.torch_steps(_TORCH.value, 'train', *sizes)
       )
-    seconds = timing.interleaved(steps | others, rounds=_ROUNDS.value, warmup=2)
+    seconds = timing.interleaved(
+      steps | others,
+      rounds=_ROUNDS.value,
+      warmup=2,
+      queued=timing.queue_length(),
+    )
   median = timing.medians(seconds)
   step_flops = {
     'mod': batch * flops.train(mod, length),

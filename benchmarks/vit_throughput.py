@@ -8,14 +8,20 @@ one pattern for all pictures, which costs nothing. Models are timed in turn, in
 batches of 1 and of 32; the time ratio is reported with the FLOP ratio, and with
 that of dense blocks on as many tokens: a product with fewer rows takes longer
 than its FLOPs say, whoever chose the rows. The result is written beside this
-file as JSON. On a GPU give `--dtype=bfloat16 --batches=1,32,256`.
+file as JSON. On a GPU give `--dtype=bfloat16 --batches=1,32,256`; weights are
+then bfloat16, too. If `--torch` names a Python that has torch and timm, timm's
+dense ViT is timed as well.
 """
 
+import contextlib
 import dataclasses
+import functools
 
 from absl import app, flags
+import child
 from flax import linen as nn
 import jax
+import machine
 import numpy as np
 
 from mod_jax import flops, timing
@@ -36,6 +42,9 @@ _DTYPE = flags.DEFINE_enum(
 )
 _LAYERS = flags.DEFINE_integer('layers', None, "Not the backbone's blocks.")
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed passes of each.')
+_TORCH = flags.DEFINE_string(
+  'torch', None, 'A Python with torch and timm; None goes without.'
+)
 
 
 def models():
@@ -58,18 +67,19 @@ def models():
 
 
 def inference(config, batch: int):
-  """Returns a function that runs the compiled model once and waits for it."""
+  """Returns a function that runs the compiled model once."""
   key = jax.random.key(0)
   module = config.build()
   variables = nn.unbox(jax.jit(module.init)(key, config.example()))
+  variables = jax.tree.map(lambda x: x.astype(_DTYPE.value), variables)
   size = config.image_size
-  images_BHWC = jax.random.normal(key, (batch, size, size, 3))
+  images_BHWC = jax.random.normal(key, (batch, size, size, 3), _DTYPE.value)
   compiled = (
     jax.jit(lambda v, x: module.apply(v, x).logits_BV)
     .lower(variables, images_BHWC)
     .compile()
   )
-  return lambda: compiled(variables, images_BHWC).block_until_ready()
+  return lambda: compiled(variables, images_BHWC)
 
 
 def smaller(dense: vit.ViTConfig) -> list[vit.ViTConfig]:
@@ -82,10 +92,23 @@ def measure(configs, batch: int) -> dict:
   dense = [*smaller(configs['dense']), configs['dense']]
   # From few tokens to many.
   timed = {f'dense, {x.image_size} pixels': x for x in dense[:-1]} | configs
-  seconds = timing.interleaved(
-    {name: inference(config, batch) for name, config in timed.items()},
-    rounds=_ROUNDS.value,
+  steps = machine.built(
+    {n: functools.partial(inference, x, batch) for n, x in timed.items()}
   )
+  found = {}
+  with contextlib.ExitStack() as stack:
+    if _TORCH.value:
+      x = configs['dense']
+      sizes = (batch, x.image_size, x.width, x.num_layers, x.num_heads)
+      steps['torch'], found['torch'] = stack.enter_context(
+        child.torch_steps(_TORCH.value, 'vit_infer', *sizes)
+      )
+    seconds = timing.interleaved(
+      steps, rounds=_ROUNDS.value, warmup=2, queued=timing.queue_length()
+    )
+  if found:
+    ratio = timing.ratio_spread(seconds, 'dense', 'torch')[0]
+    found['dense_over_torch'] = ratio
   median = timing.medians(seconds)
   count = {name: flops.forward(config) for name, config in configs.items()}
   routed = results_lib.over_dense(seconds, count)
@@ -95,7 +118,7 @@ def measure(configs, batch: int) -> dict:
     tokens = configs[name].tokens_per_block()
     taken = np.interp(tokens, [x.num_tokens for x in dense], points).mean()
     row['dense_on_as_many_tokens'] = float(taken) / median['dense']
-  return {
+  return found | {
     'median_seconds': median,
     'routed': routed,
     'images_per_second': {n: batch / median[n] for n in configs},

@@ -3,11 +3,16 @@
     python benchmarks/vit_train_step.py
 
 DeiT-S at 224 pixels, batch 16, AdamW: dense, A-MoD and MoD on half and on an
-eighth of the tokens in every other block, timed in turn. The time ratio is
+eighth of the tokens in every other block, timed in turn; and, if `--torch`
+names a Python that has torch and timm, timm's dense ViT. The time ratio is
 reported with the FLOP ratio. The result is written beside this file as JSON.
 """
 
+import contextlib
+import functools
+
 from absl import app, flags
+import child
 from flax import linen as nn
 import jax
 import machine
@@ -28,6 +33,9 @@ _DTYPE = flags.DEFINE_enum(
 )
 _LAYERS = flags.DEFINE_integer('layers', None, "Not the backbone's blocks.")
 _ROUNDS = flags.DEFINE_integer('rounds', 9, 'Timed steps of each.')
+_TORCH = flags.DEFINE_string(
+  'torch', None, 'A Python with torch and timm; None goes without.'
+)
 
 
 def models():
@@ -68,13 +76,20 @@ def step_function(config):
 
 
 def main(_):
-  configs = models()
-  seconds = timing.interleaved(
-    {name: step_function(config) for name, config in configs.items()},
-    rounds=_ROUNDS.value,
-    warmup=2,
-    queued=timing.queue_length(),
+  configs, about = models(), None
+  steps = machine.built(
+    {n: functools.partial(step_function, c) for n, c in configs.items()}
   )
+  with contextlib.ExitStack() as stack:
+    if _TORCH.value:
+      dense = configs['dense']
+      sizes = (_BATCH.value, dense.image_size, dense.width, dense.num_layers)
+      steps['torch'], about = stack.enter_context(
+        child.torch_steps(_TORCH.value, 'vit_train', *sizes, dense.num_heads)
+      )
+    seconds = timing.interleaved(
+      steps, rounds=_ROUNDS.value, warmup=2, queued=timing.queue_length()
+    )
   median = timing.medians(seconds)
   count = {name: flops.train(config) for name, config in configs.items()}
   rate = _BATCH.value * count['dense'] / median['dense'] / 1e9
@@ -86,6 +101,9 @@ def main(_):
     'dense_gflops_per_second': rate,
     'routed': results_lib.over_dense(seconds, count),
   }
+  if about:
+    ratio = timing.ratio_spread(seconds, 'dense', 'torch')[0]
+    results['torch'] = {'about': about, 'dense_over_torch': ratio}
   results_lib.save(__file__, results)
 
 

@@ -97,7 +97,7 @@ def main(_):
     if _TORCH.value:
       sizes = (_LAYERS.value, _WIDTH.value, 4 * _WIDTH.value, samples)
       torch, results['torch'] = stack.enter_context(
-        child.steps(_TORCH.value, 'torch_steps.py', 'wav2vec2', *sizes)
+        child.torch_steps(_TORCH.value, 'wav2vec2', *sizes)
       )
     for batch in map(int, _BATCHES.value):
       wave_BT = np.random.default_rng(1).normal(size=(batch, samples))

@@ -26,9 +26,9 @@ files = config_lib.load(ROOT / 'configs/lm/files.py')
 
 CASES = {
   'acm_layer': (
-    ('width=16', 'hidden=32', 'images=2', 'tokens=9', 'points=2', 'ragged'),
+    ('width=16', 'hidden=32', 'images=2', 'tokens=9', 'points=2', 'grouped'),
     ('peak_tflops=1', 'bandwidth_tb=1'),
-    ("'over_static'", "'ragged 2'", "'linear_r_squared'"),
+    ("'over_static'", "'ragged_dot'", "'linear_r_squared'"),
   ),
   'route_scores': (
     ('lengths=20', 'batch=1', 'heads=2', 'channels=32'),
