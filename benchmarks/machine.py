@@ -164,6 +164,7 @@ def environment() -> dict[str, str]:
     'jax': jax.__version__,
     'jaxlib': jaxlib.__version__,
     'glibc_tunables': os.environ.get('GLIBC_TUNABLES', ''),
+    'xla_flags': os.environ.get('XLA_FLAGS', ''),
   }
 
 

@@ -13,13 +13,14 @@ pytestmark = pytest.mark.slow
 
 XLA = ('xla',)
 SPLASH = ('splash',)
+TRITON = ('triton',)
 
 
 def draw(
   seed=0,
   queries=4,
   keys=4,
-  groups=2,
+  groups=4,
   channels=8,
   dtype='bfloat16',
   masked=False,
@@ -72,13 +73,14 @@ class TestAttention(OpTests):
   draw = staticmethod(draw)
   plain = staticmethod(plain)
   cases = (
-    Case('bfloat16', causal=True),
+    Case('small', causal=True, dtype='float32'),
+    Case('bfloat16', backends=XLA + SPLASH, causal=True, groups=2),
     *(
       Case(name, backends=XLA, masked=True, dtype='float32', **options)
       for name, options in {
         'one group': {'queries': 5, 'keys': 5, 'groups': 1},
-        'more keys': {'queries': 3, 'keys': 7},
-        'a group for each head': {'queries': 1, 'groups': 4},
+        'more keys': {'queries': 3, 'keys': 7, 'groups': 2},
+        'a group for each head': {'queries': 1},
         'masked blocks': {'queries': 150, 'keys': 150, 'causal': True},
         'segments': {'queries': 9, 'keys': 9, 'segmented': True},
         'all': {'queries': 9, 'keys': 9, 'segmented': True, 'causal': True},
@@ -88,9 +90,11 @@ class TestAttention(OpTests):
       Case(f'causal {n}', causal=True, queries=n, keys=n, dtype='float32')
       for n in (1, 300)
     ),
+    Case('odd', backends=XLA + TRITON, queries=21, keys=21, dtype='float32'),
     Case('filled up', backends=SPLASH, queries=3, keys=140, dtype='float32'),
     Case(
       'documents',
+      backends=XLA + SPLASH,
       **{'queries': 130, 'keys': 130, 'causal': True, 'segmented': True},
       dtype='float32',
     ),
@@ -119,6 +123,13 @@ class TestAttention(OpTests):
     ('splash', {'masked': True}, 'takes no mask_BQS: use causal=True and segm'),
     ('splash', {'dtype': 'float16'}, 'bfloat16 or float32, not float16'),
     ('cudnn', {'dtype': 'float32'}, 'bfloat16 or float16, not float32'),
+    ('triton', {'masked': True}, 'takes no mask_BQS and no segm'),
+    (
+      'triton',
+      {'groups': 2},
+      r'takes q and k of one shape, not \(2, 4, 4, 8\) and',
+    ),
+    ('triton', {'channels': 136}, 'takes no heads of 136 channels'),
     ('cudnn', {'channels': 6}, 'multiple of 8 channels up to 256, not 6'),
   )
   # Forward, and backward for the queries and for the keys and values.
@@ -241,7 +252,9 @@ def fitting(monkeypatch, platform, x, mask=None, segment=None, version=9.0):
     ('cuda', {'channels': 136, 'version': 8.0}, 'xla'),
     ('cuda', {'version': 7.5}, 'xla'),
     ('cuda', {'masked': True}, 'cudnn'),
-    ('cuda', {'length': 251}, 'cudnn'),
+    ('cuda', {'length': 251}, 'triton'),
+    ('cuda', {'length': 251, 'masked': True}, 'cudnn'),
+    ('cuda', {'length': 1025}, 'cudnn'),
     ('cuda', {'length': 251, 'segmented': True}, 'cudnn'),
   ],
 )

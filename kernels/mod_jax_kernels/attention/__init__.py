@@ -1,6 +1,8 @@
 """Softmax attention: plain XLA anywhere, else the libraries' flash attention.
 
-cuDNN on GPUs and splash on TPUs have their own gradients and residuals.
+cuDNN on GPUs and splash on TPUs have their own gradients and residuals. For odd
+lengths, which JAX takes to cuDNN only if they are padded, GPUs run the kernels
+of `route_scores` without their scores.
 `jax.lax.platform_dependent` would keep the residuals of all backends, so the
 backend is chosen when a program is traced: the first that suits the process.
 """
@@ -12,13 +14,21 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 from mod_jax_kernels.attention import choice, reference
+from mod_jax_kernels.route_scores import route_scores
 
-Implementation = Literal['xla', 'cudnn', 'splash']
+Implementation = Literal['xla', 'cudnn', 'splash', 'triton']
 # Checkpoint name of the residuals of `splash`. A `jax.checkpoint` policy should
 # save them, else the whole kernel runs twice.
 RESIDUALS = 'attention_residuals'
 _HERE = 'mod_jax_kernels.attention'
 OP = dispatch.Op(
+  dispatch.Backend(
+    name='triton',
+    module='mod_jax_kernels.route_scores',
+    platform='cuda',
+    lacks=choice.triton_lacks,
+    suits=choice.triton_suits,
+  ),
   dispatch.Backend(
     name='cudnn',
     module=jax.nn,
@@ -58,10 +68,12 @@ def attention(
     causal: whether slot i sees slots 0..i only; needs Q = S.
     segment_BL: integers; queries see only keys of their own segment, such as a
       packed document. Needs Q = S.
-    implementation: `xla`; `cudnn` (GPU; 16-bit floats); `splash` (TPU; no
-      mask_BQS, bfloat16 or float32); or None to choose by the process that
-      traces: on a GPU `cudnn` and on a TPU `splash` if they support types and
-      mask and the lengths fill their tiles, else `xla`. To lower a program for
+    implementation: `xla`; `cudnn` (GPU; 16-bit floats); `triton` (GPU; no mask
+      and no segments, H = G and Q = S); `splash` (TPU; no mask_BQS, bfloat16 or
+      float32); or None to choose by the process that traces: on a GPU `cudnn`,
+      or `triton` for bfloat16 of an odd length, and on a TPU `splash` if they
+      support the arrays and are fast for their lengths, else `xla`. To lower a
+      program for
       another platform, name the backend. Under a mesh of several devices, None
       is `xla` outside of `shard_map`: the compiler cannot shard `splash`, and
       `cudnn` only if q, k and v are sharded alike.
@@ -122,6 +134,11 @@ def attention(
       f" traced, and this process runs on {platform}: use None or 'xla'."
     )
 
+  if implementation == 'triton':
+    # XLA drops the pass that computes scores, since nothing uses them.
+    return route_scores(
+      q_BQHC, k_BSGC, v_BSGC, implementation='triton', causal=causal
+    )[0]
   if implementation == 'splash':
     # Import Pallas only where it is used.
     from mod_jax_kernels.attention import pallas_tpu

@@ -73,7 +73,7 @@ def route_scores(
   return _route_scores(q_BLHC, k_BLHC, v_BLHC, mask, causal, chosen)
 
 
-def _lacks(q_BLHC, k_BLHC, v_BLHC, mask) -> str | None:
+def lacks(q_BLHC, k_BLHC, v_BLHC, mask) -> str | None:
   """Returns why the kernels do not support the arguments, or None."""
   if mask is not None and mask.ndim == 3:
     return (
@@ -98,10 +98,10 @@ def _lacks(q_BLHC, k_BLHC, v_BLHC, mask) -> str | None:
 
 OP = dispatch.Op(
   dispatch.Backend(
-    name='pallas', module=f'{_HERE}.pallas_tpu', platform='tpu', lacks=_lacks
+    name='pallas', module=f'{_HERE}.pallas_tpu', platform='tpu', lacks=lacks
   ),
   dispatch.Backend(
-    name='triton', module=f'{_HERE}.triton_gpu', platform='cuda', lacks=_lacks
+    name='triton', module=f'{_HERE}.triton_gpu', platform='cuda', lacks=lacks
   ),
   dispatch.Backend(name='xla', module=reference),
 )
