@@ -92,9 +92,7 @@ def stages() -> dict[str, dict[str, list[str]]]:
     ),
     'acm_layer': part('acm_layer', '--dtype=bfloat16 --grouped', tiny_acm),
     'acm_layer_gradient': part(
-      'acm_layer',
-      '--dtype=bfloat16 --grouped --gradient',
-      f'{tiny_acm} --gradient',
+      'acm_layer', '--dtype=bfloat16 --gradient', f'{tiny_acm} --gradient'
     ),
     'head_loss': part(
       'head_loss',

@@ -14,37 +14,41 @@ _MOVES = {
 }
 # Skipped: their time is that of the operations inside, which are listed, too.
 _OUTER = {'while', 'call', 'conditional'}
-# Kernels of libraries do not tell for which operation they run.
-_LIBRARIES = {'products': 'nvjet|_gemm_', 'attention core': 'sdpa|cudnn'}
+# Kernels of libraries and of Triton do not tell for which operation they run.
+_LIBRARIES = {
+  'products': 'nvjet|_gemm_',
+  'attention core': 'sdpa|cudnn|^_(forward|score|dq|dkv)_kernel',
+  'copies': '^[Mm]em(cpy|set)',
+}
 _OPERATION = re.compile(r'\s+(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(')
 _COMPUTATION = re.compile(r'(?:ENTRY )?%?([\w.-]+) \(.*\{$')
 
 
-def seconds(
-  program: str, run: Callable, part_of: Callable[[str], str]
-) -> dict[str, float]:
-  """Returns the seconds of a program's parts, by name, most first.
+def seconds(program: str, run: Callable) -> dict[str, float]:
+  """Returns the seconds of a training step's parts, by name, most first.
 
   Args:
     program: the compiled program's text.
     run: runs the program once; what it returns is waited for.
-    part_of: maps an operation's name, such as `jit(f)/transpose/block_0/mul`,
-      and whether it multiplies matrices, to the name of its part. Operations
-      that only move data are in the part `copies`.
   """
-  names = names_of(program, part_of)
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
       jax.block_until_ready(run())
-    (path,) = pathlib.Path(folder).rglob('*.xplane.pb')
-    profile = jax.profiler.ProfileData.from_file(str(path))
+    return of_profile(folder, program)
+
+
+def of_profile(folder: str, program: str, runs: int = 1) -> dict[str, float]:
+  """Returns `seconds` from a directory with the profile of some runs."""
+  names = names_of(program)
+  (path,) = pathlib.Path(folder).rglob('*.xplane.pb')
+  profile = jax.profiler.ProfileData.from_file(str(path))
   part_seconds = {}
   for plane in profile.planes:
     for line in plane.lines:
       for event in line.events:
         if part := of_event(event.name, names):
           part_seconds[part] = (
-            part_seconds.get(part, 0) + event.duration_ns / 1e9
+            part_seconds.get(part, 0) + event.duration_ns / 1e9 / runs
           )
   return dict(sorted(part_seconds.items(), key=lambda item: -item[1]))
 
@@ -61,10 +65,29 @@ def of_event(event: str, names: dict[str, str]) -> str | None:
   return names.get(event.replace('.', '_')) or next(libraries, None)
 
 
-def names_of(program, part_of) -> dict[str, str]:
+def part_of(name: str, is_product: bool) -> str:
+  """Returns the part of the step that an operation belongs to.
+
+  Args:
+    name: of the operation, such as `jit(f)/transpose(jvp(ViT))/block_0/mul`.
+    is_product: whether it multiplies matrices.
+  """
+  if 'jvp(' not in name:
+    return 'optimiser'
+  if 'block_' not in name:
+    return 'embedding, head and loss'
+  if '/process/' not in name:
+    return 'routing and residual adds'
+  if '/attend/' in name:
+    return 'attention core'
+  return 'products' if is_product else 'norms and elementwise'
+
+
+def names_of(program: str) -> dict[str, str]:
   """Returns the parts of operations that are not inside a fusion, by name.
 
-  Names have underscores in place of dots.
+  Names have underscores in place of dots. Operations that only move data are in
+  the part `copies`.
   """
   inside, lines, computation = {}, [], None
   for line in program.splitlines():

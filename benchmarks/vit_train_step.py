@@ -5,7 +5,8 @@
 DeiT-S at 224 pixels, batch 16, AdamW: dense, A-MoD and MoD on half and on an
 eighth of the tokens in every other block, timed in turn; and, if `--torch`
 names a Python that has torch and timm, timm's dense ViT. The time ratio is
-reported with the FLOP ratio. The result is written beside this file as JSON.
+reported with the FLOP ratio, and a profile says where the time goes. The result
+is written beside this file as JSON.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from flax import linen as nn
 import jax
 import machine
 import optax
+import parts
 
 from mod_jax import flops, losses, timing
 from mod_jax.layers.routing_config import VisionRoutingConfig
@@ -77,16 +79,17 @@ def step_function(config):
 
 def main(_):
   configs, about = models(), None
-  steps = machine.built(
+  steps = ours = machine.built(
     {n: functools.partial(step_function, c) for n, c in configs.items()}
   )
   with contextlib.ExitStack() as stack:
     if _TORCH.value:
       dense = configs['dense']
       sizes = (_BATCH.value, dense.image_size, dense.width, dense.num_layers)
-      steps['torch'], about = stack.enter_context(
+      torch, about = stack.enter_context(
         child.torch_steps(_TORCH.value, 'vit_train', *sizes, dense.num_heads)
       )
+      steps = ours | {'torch': torch}
     seconds = timing.interleaved(
       steps, rounds=_ROUNDS.value, warmup=2, queued=timing.queue_length()
     )
@@ -100,6 +103,9 @@ def main(_):
     'median_seconds': median,
     'dense_gflops_per_second': rate,
     'routed': results_lib.over_dense(seconds, count),
+    'seconds_by_part': {
+      name: parts.seconds(step.program, step) for name, step in ours.items()
+    },
   }
   if about:
     ratio = timing.ratio_spread(seconds, 'dense', 'torch')[0]

@@ -480,11 +480,31 @@ def test_parts_of_a_step_by_the_names_of_a_gpus_kernels():
     '}\n'
     'ENTRY main.1 (p: f32[2]) -> f32[2] {\n'
     '  ROOT %loop_add_fusion.12 = f32[2]{0} fusion(%p), kind=kLoop,'
-    ' calls=%fused_add.3, metadata={op_name="jit(f)/block_0/add"}\n'
+    ' calls=%fused_add.3, metadata={op_name="jit(f)/jvp(ViT)/embed/add"}\n'
     '}\n'
   )
-  names = parts.names_of(program, lambda name, product: f'{name} {product}')
-  kernels = ('loop_add_fusion_12', 'loop_add_fusion.12', 'nvjet_sm90_tst_64x5')
-  found = [parts.of_event(kernel, names) for kernel in kernels]
-  assert found == ['jit(f)/block_0/add False'] * 2 + ['products']
-  assert parts.of_event('Memset 0', names) is None
+  names = parts.names_of(program)
+  kernels = {
+    'loop_add_fusion_12': 'embedding, head and loss',
+    'loop_add_fusion.12': 'embedding, head and loss',
+    'nvjet_sm90_tst_64x5': 'products',
+    '_dkv_kernel': 'attention core',
+    'Memset 0': 'copies',
+    'ThunkExecutor': None,
+  }
+  assert {k: parts.of_event(k, names) for k in kernels} == kernels
+
+
+@pytest.mark.parametrize(
+  ('name', 'is_product', 'part'),
+  [
+    ('jit(update)/add', False, 'optimiser'),
+    ('jit(update)/transpose(jvp(ViT))/norm/mul', False, 'embedding, head and'),
+    ('jvp(M)/block_1/add', False, 'routing and residual adds'),
+    ('jvp(M)/block_1/process/attention/attend/dot', True, 'attention core'),
+    ('jvp(M)/block_1/process/mlp/dot', True, 'products'),
+    ('jvp(M)/block_1/process/mlp/mul', False, 'norms and elementwise'),
+  ],
+)
+def test_parts_of_a_step_by_the_names_of_operations(name, is_product, part):
+  assert parts.part_of(name, is_product).startswith(part)

@@ -60,8 +60,15 @@ def share(found: dict[str, str]) -> float:
   return float(re.search(r'step, ([\d.]+) of', found['products'])[1])
 
 
-def test_attention_of_odd_length_is_cudnns():
-  found = report(*VIT, '--config.model.routing=None')
+def test_attention_of_odd_length_is_ours():
+  assert report(*VIT, '--config.model.routing=None')['not counted'] == (
+    'triton_kernel_call'
+  )
+
+
+def test_attention_of_even_length_is_cudnns():
+  sizes = ('--config.model.image_size=240', '--config.data.image_size=240')
+  found = report(*VIT, *sizes, '--config.model.routing=None')
   # The model's count has the gradient of the pixels, too.
   assert share(found) == pytest.approx(1, abs=0.04)
   assert 'not counted' not in found

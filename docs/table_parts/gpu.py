@@ -5,8 +5,14 @@ import json
 
 from machine import markdown
 
+from mod_jax import flops
+from mod_jax.layers.routing_config import VisionRoutingConfig
+from mod_jax.models import vit
 from table_parts.common import ROOT, table
 from table_parts.speed import between
+
+DENSE = vit.deit_small()
+AMOD = vit.deit_small(routing=VisionRoutingConfig(capacity=0.5))
 
 
 @functools.cache
@@ -15,69 +21,137 @@ def stage(name: str) -> dict:
   return json.loads((ROOT / 'results' / 'h100' / f'{name}.json').read_text())
 
 
+def profiled(name: str) -> float:
+  """Returns the seconds of a step by its profile."""
+  return stage('profiles')['steps'][name]['seconds']
+
+
 @table
 def gpu_words():
-  """The step on a GPU in a sentence, for the README."""
-  found = stage('training')['lm_220m']
-  torch = found['torch']
+  """Steps on a GPU in a few sentences, for the README."""
+  found = stage('training')['lm_220m_heads_of_128']
+  torch = stage('training')['lm_220m']['torch']
+  vit_dense, amod = (profiled(f'vit_{n}') for n in ('dense', 'amod_50'))
   return (
     'On one H100 a training step of a dense language model of 12 blocks of'
     f' width {found["config"]["width"]} reaches'
-    f' {found["utilization"]["dense"]:.0%} of the peak, and takes'
-    f' {torch["dense_over_torch"]:.2f} of the time of'
-    " `transformers`' Llama with `torch.compile`; Mixture-of-Depths takes"
-    f' {found["time_ratio"]:.2f} of the dense step, where FLOPs say'
-    f' {found["flop_ratio"]:.2f} (`benchmarks/accelerator.py`).'
+    f' {found["utilization"]["dense"]:.0%} of the peak; Mixture-of-Depths takes'
+    f' {found["time_ratio"]:.2f} of its time, where FLOPs say'
+    f' {found["flop_ratio"]:.2f}. With smaller heads the dense step takes'
+    f" {torch['dense_over_torch']:.2f} of the time of `transformers`' Llama"
+    f' with `torch.compile`. A step of DeiT-S with A-MoD takes'
+    f' {amod / vit_dense:.2f} of the dense one, where FLOPs say'
+    f' {flops.train(AMOD) / flops.train(DENSE):.2f}'
+    ' (`benchmarks/accelerator.py`, [how](docs/performance.md#on-one-h100)).'
   )
 
 
 @table
 def gpu_step():
   """A training step of a language model, of its twin and of PyTorch."""
-  found = stage('training')['lm_220m']
-  sizes = found['config']
+  stages = stage('training')
+  torch, sizes = stages['lm_220m']['torch'], stages['lm_220m']['config']
+  rows = []
+  for key, title, names in (
+    ('lm_220m', 'as it comes', ('dense', 'mod')),
+    ('lm_220m_heads_of_128', "XLA's autotuning off", ('dense', 'mod')),
+    ('lm_220m', f'PyTorch ({torch["about"]})', ('torch',)),
+  ):
+    found = stages[key]
+    rate, seconds = found['gflops_per_second'], found['median_seconds']
+    peak = rate['dense'] / found['utilization']['dense']
+    heads, width = found['config']['num_heads'], found['config']['width']
+    cells = [f'{1e3 * seconds[n]:.1f} | {rate[n] / peak:.1%}' for n in names]
+    if 'mod' in names:
+      spread = between(*found['time_ratio_quartiles'])
+      cells.append(f'{found["time_ratio"]:.3f} ({spread})')
+    rows.append([title, f'{heads} × {width // heads}', *cells])
+  rows[-1] += [' | ', '']
   title = (
     f'{sizes["num_layers"]} layers, width {sizes["width"]}, {sizes["batch"]} ×'
     f' {sizes["length"]} tokens, {sizes["vocab_size"]:,} words'
   )
-  names = {
-    'mod': f'MoD, {sizes["capacity"]:.1%} in every other layer',
-    'dense': 'dense twin',
-    'torch': f'PyTorch, dense ({found["torch"]["about"]})',
-  }
-  peak = found['gflops_per_second']['dense'] / found['utilization']['dense']
-  rows = [
-    [
-      text,
-      f'{1e3 * found["median_seconds"][name]:.1f}',
-      f'{found["gflops_per_second"][name] / 1e3:.0f}',
-      f'{found["gflops_per_second"][name] / peak:.1%}',
-    ]
-    for name, text in names.items()
-  ]
-  header = [title, 'ms (median)', 'TFLOP/s', 'of the peak (MFU)']
+  header = [title, 'heads', 'dense, ms', 'MFU', 'MoD, ms', 'MFU']
   ratios = (
-    f'Over the dense twin MoD takes {found["time_ratio"]:.3f} of the time'
-    f' (quartiles {between(*found["time_ratio_quartiles"])}) for'
-    f' {found["flop_ratio"]:.3f} of the FLOPs, and the twin'
-    f' {found["torch"]["dense_over_torch"]:.3f} of the time of PyTorch'
-    f' ({between(*found["torch"]["dense_over_torch_quartiles"])}).'
+    f'FLOPs of MoD are {found["flop_ratio"]:.3f} of the dense ones. The dense'
+    f' step takes {torch["dense_over_torch"]:.3f} of the time of PyTorch'
+    f' ({between(*torch["dense_over_torch_quartiles"])}).'
   )
-  return f'{markdown(header, rows)}\n\n{ratios}'
+  return f'{markdown([*header, "MoD over dense"], rows)}\n\n{ratios}'
+
+
+@table
+def gpu_vit():
+  """A training step of DeiT-S."""
+  rows = []
+  for name, text, config in (
+    ('vit_dense', 'dense', DENSE),
+    ('vit_amod_50', 'A-MoD on half of the tokens in every other block', AMOD),
+  ):
+    seconds = profiled(name)
+    rows.append(
+      [
+        text,
+        f'{1e3 * seconds:.1f}',
+        f'{seconds / profiled("vit_dense"):.3f}',
+        f'{flops.train(config) / flops.train(DENSE):.3f}',
+      ]
+    )
+  title = 'DeiT-S, 128 images of 224 pixels'
+  return markdown([title, 'ms', 'time over dense', 'FLOPs over dense'], rows)
 
 
 @table
 def gpu_parts():
-  """Where the time of such a step goes."""
-  parts = stage('training')['lm_220m']['seconds_by_part']
+  """Where the time of such steps goes."""
+  columns = {
+    'lm_dense': 'language model',
+    'lm_mod': 'with MoD',
+    'vit_dense': 'DeiT-S',
+    'vit_amod_50': 'with A-MoD',
+  }
+  parts = {
+    name: stage('profiles')['steps'][name]['seconds_by_part']
+    for name in columns
+  }
   rows = [
-    [part]
-    + [f'{1e3 * parts[name].get(part, 0):.1f}' for name in ('dense', 'mod')]
-    for part in parts['mod']
+    [part, *(f'{1e3 * parts[name].get(part, 0):.1f}' for name in columns)]
+    for part in parts['lm_mod']
   ]
-  total = {name: sum(seconds.values()) for name, seconds in parts.items()}
-  rows.append(['all', *(f'{1e3 * total[n]:.1f}' for n in ('dense', 'mod'))])
-  return markdown(['ms', 'dense', 'MoD'], rows)
+  rows.append(
+    ['all', *(f'{1e3 * sum(x.values()):.1f}' for x in parts.values())]
+  )
+  return markdown(['ms', *columns.values()], rows)
+
+
+@table
+def gpu_moves():
+  """Choosing and moving tokens, over a routed block's step, in sentences."""
+  found, config = stage('profiles'), stage('training')['lm_220m']['config']
+  moves, steps = found['routing_of_lm_mod'], found['steps']
+  routed = config['num_layers'] // 2
+  # Neither blocks nor what the dense model has twice as much of.
+  rest = found['head_products'] + sum(
+    steps['lm_mod']['seconds_by_part'][part]
+    for part in ('embedding, head and loss', 'optimiser')
+  )
+  all_parts = {
+    name: sum(steps[name]['seconds_by_part'].values())
+    for name in ('lm_dense', 'lm_mod')
+  }
+  dense = (all_parts['lm_dense'] - rest) / config['num_layers']
+  block = (all_parts['lm_mod'] - rest) / routed - dense
+  micro = {name: 1e6 * seconds / routed for name, seconds in moves.items()}
+  total = sum(micro.values())
+  return (
+    f"By the profile of MoD's step a routed block takes {1e3 * block:.2f} ms,"
+    f' forward and backward, where a dense one takes {1e3 * dense:.2f}. Of it'
+    f' the choice takes {micro["choose"]:.0f} µs; the gather'
+    f' {micro["gather"]:.0f} and its gradient {micro["gather_gradient"]:.0f};'
+    f' the scatter-add {micro["scatter_add"]:.0f}, and a copy of all features'
+    f' before it {micro["copy"]:.0f}: {total / (1e6 * block):.0%} in all, and'
+    f' {(total - micro["copy"]) / (1e6 * block):.0%} without the copy.'
+  )
 
 
 @table
@@ -85,12 +159,9 @@ def gpu_errors():
   """The largest error of each kernel."""
   rows = []
   for op, part in stage('kernels').items():
-    errors = {
-      name.split()[-1]: found
-      for name, found in part['errors'].items()
-      if isinstance(found, dict)
-    }
-    backend = next(iter(part['errors'])).split()[1]
+    found = {n: x for n, x in part['errors'].items() if isinstance(x, dict)}
+    errors = {name.split()[-1]: x for name, x in found.items()}
+    backend = next(iter(found)).split()[1]
     rows.append(
       [
         f'`{op}`, {backend}',
@@ -135,6 +206,8 @@ def gpu_acm():
   )
   rows = []
   for name in gradient['median_seconds']:
+    if name not in forward['median_seconds']:
+      continue
     text = {
       'static': 'the static feed-forward',
       'all_dense': 'all learners, as one dense feed-forward',

@@ -14,7 +14,8 @@ Implementation = Literal['xla', 'sort', 'pallas', 'triton']
 _MANY = 2**13
 _HERE = 'mod_jax_kernels.token_select'
 OP = dispatch.Op(
-  # Not measured yet, so these two run only if requested.
+  # Only if requested: the first is not measured yet. On an H100 the second
+  # takes .7 of the time of sorts, which are 2% of a routed block's step.
   dispatch.Backend(
     name='pallas', module=f'{_HERE}.pallas_tpu', platform='tpu', default_on=()
   ),
