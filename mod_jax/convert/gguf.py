@@ -69,6 +69,8 @@ _SPLITS = {
   'llama-bpe': _WORDS % '1,3',
   'qwen2': _WORDS % '1',
 }
+# Other names of llama.cpp for the same.
+_SAME = {'llama3': 'llama-bpe', 'llama-v3': 'llama-bpe'}
 # Kinds of tokens, `tokenizer.ggml.token_type`.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
@@ -301,7 +303,7 @@ def _tokenizer(path, metadata) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     if f'{prefix}.{key}_token_id' in metadata
   }
   # Files of Llama 3 do not say that its texts begin with the token.
-  customary = kind == 'llama' or metadata.get(f'{prefix}.pre') == 'llama-bpe'
+  customary = kind == 'llama' or _split(metadata) == 'llama-bpe'
   begins = metadata.get(f'{prefix}.add_bos_token', customary)
   if begins and 'bos_token' in beside:
     bos = beside['bos_token']
@@ -315,8 +317,13 @@ def _tokenizer(path, metadata) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
   return tokenizer, beside
 
 
+def _split(metadata) -> str:
+  name = metadata.get('tokenizer.ggml.pre', 'gpt-2')
+  return _SAME.get(name, name)
+
+
 def _byte_pairs(path, vocab, metadata) -> tokenizers.Tokenizer:
-  split = metadata.get('tokenizer.ggml.pre', 'gpt-2')
+  split = _split(metadata)
   if split not in _SPLITS:
     raise UserError(
       f'{path}: its tokenizer splits texts by {split!r}; expected one of'

@@ -153,7 +153,7 @@ RESUMABLE = (
   *('data.prefetch', 'data.cache', 'data.cache_dir'),
   # Paths of the data; their fingerprint ensures that the data are the same.
   *('data.path', 'data.files', 'data.eval_files', 'data.tokenizer_path'),
-  *('data.label_table', 'data.folder'),
+  *('data.label_table', 'data.folder', 'data.vocabulary'),
   *('data.data_dir', 'data.tfds_dir'),
 )
 # Fields that may change in a continuation with --allow_changed_config: they

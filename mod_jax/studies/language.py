@@ -389,7 +389,7 @@ def _few_rows(task, batches: int):
   The logits of a large batch may not fit on one device.
   """
   size = task.config.evaluation.batch_size
-  rows = min(size, _ROWS)
+  rows = max(n for n in range(1, _ROWS + 1) if size % n == 0)
   return task.modality.eval_batches(
     batch_size=rows, num_batches=batches * size // rows or None
   )

@@ -192,6 +192,7 @@ def words():
     ('gpt-2', '12345'),
     ('smollm', '1 2 3 4 5'),
     ('llama-bpe', '123 45'),
+    ('llama3', '123 45'),
     ('qwen2', '1 2 3 4 5'),
   ],
 )
@@ -264,6 +265,7 @@ def test_text_that_spells_a_special_token_is_not_merged_into_it():
   ('pre', 'says', 'begins'),
   [
     ('llama-bpe', None, True),  # As in llama.cpp, for Llama 3.
+    ('llama-v3', None, True),
     ('llama-bpe', False, False),
     ('qwen2', None, False),
     ('qwen2', True, True),

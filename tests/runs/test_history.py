@@ -9,9 +9,11 @@ import pytest
 from tiny_task import load, make_config, train
 
 from mod_jax import config as config_lib
+from mod_jax.data.audio import AudioDataConfig
 from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.vlm import VLMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import history, metrics
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -148,6 +150,13 @@ class TestLengthening:
     assert workdir_lib.refuse_differences(
       held, other, '', '', allow_changes=True
     ) == [f'{field}: 0.5 -> 0.25']
+
+
+def test_the_vocabulary_of_speech_may_be_moved():
+  data = AudioDataConfig(source='folder', path='a', vocabulary='a.json')
+  held = ExperimentConfig(model=Wav2Vec2Config(), data=data)
+  moved = config_lib.replace(held, {'data.vocabulary': 'b.json'})
+  assert workdir_lib.refuse_differences(held, moved, '', '') == []
 
 
 def test_the_pictures_of_conversations_may_be_moved():

@@ -210,3 +210,11 @@ def test_the_interval_knows_that_a_rows_tokens_are_not_independent():
   assert language.correlation(x_RL, y_RL, valid_RL) == pytest.approx(want)
   constant = language.correlation(0 * x_RL, y_RL, valid_RL)
   assert np.isnan(constant).all()
+
+
+def test_a_study_looks_at_as_many_rows_as_an_evaluation():
+  config = tiny.experiment(
+    MODEL, TextDataConfig(length=16), **{'evaluation.batch_size': 12}
+  )
+  batches = list(language._few_rows(make_task(config), 2))
+  assert [len(x['tokens']) for x in batches] == [6] * 4
