@@ -8,6 +8,7 @@ import pathlib
 import platform
 import statistics
 import sys
+import time
 
 import jax
 import jaxlib
@@ -66,10 +67,19 @@ def train_step(loss, params, optimizer: optax.GradientTransformation, batch):
 
 
 def built(makers: Mapping[str, Callable]) -> dict:
-  """Returns what functions return, by name; programs compile side by side."""
+  """Returns what functions return, by name; programs compile side by side.
+
+  Prints when each is ready, since on a GPU that can take longer than all else.
+  """
+  begun = time.perf_counter()
+
+  def build(name):
+    result = makers[name]()
+    print(f'{name}: built in {time.perf_counter() - begun:.0f} s', flush=True)
+    return result
+
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    futures = {name: pool.submit(make) for name, make in makers.items()}
-    return {name: future.result() for name, future in futures.items()}
+    return dict(zip(makers, pool.map(build, makers), strict=True))
 
 
 def spread(values: list[float]) -> dict:
