@@ -20,7 +20,9 @@ class TrainConfig:
   num_epochs: config_lib.Positive | None = None
   # Rows of a step, on all devices together.
   batch_size: config_lib.Size = 16
-  # Microbatches of a step, whose gradients are added.
+  # Microbatches of a step, whose gradients are added. Losses of a batch as a
+  # whole (ACM's budget and diversity, the balance of experts) are those of each
+  # microbatch.
   grad_accum_steps: config_lib.Size = 1
   # The capacity of routed layers falls from 1 over this many first steps, or
   # this fraction of all.
