@@ -82,7 +82,7 @@ def attention(
     ValueError: shapes do not match; the requested backend is unknown or does
       not support the arrays.
     RuntimeError: the requested backend does not run on this platform: raised in
-      tracing for `cudnn`, in lowering for `splash`.
+      tracing for `cudnn`, in lowering for `splash` and `triton`.
   """
   batch, queries, heads, channels = q_BQHC.shape
   keys, groups = k_BSGC.shape[1:3]
