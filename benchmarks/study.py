@@ -7,6 +7,7 @@ its workdir, and several processes may share the work.
 from collections.abc import Callable, Mapping
 import fcntl
 import json
+import os
 import pathlib
 import re
 import time
@@ -139,9 +140,16 @@ class Study:
     Raises:
       UserError: a signal stopped one.
     """
+    places = {str(self.workdir(name).absolute()): name for name in planned}
     for name, config in planned.items():
-      if not self.only_table and re.search(self._runs.value, name):
-        self._train(config_lib.replace(config, {'name': name}), tell, train)
+      if self.only_table or not re.search(self._runs.value, name):
+        continue
+      first = places.get(config.init and os.path.abspath(config.init))
+      # Another process may still be training it.
+      if first is not None and first not in self.results():
+        print(f'{name} begins with {first}, which is not finished: skipped')
+        continue
+      self._train(config_lib.replace(config, {'name': name}), tell, train)
 
   def _train(self, config, tell, train):
     """Trains a run, unless another process trains it."""

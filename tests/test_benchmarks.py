@@ -508,3 +508,44 @@ def test_parts_of_a_step_by_the_names_of_a_gpus_kernels():
 )
 def test_parts_of_a_step_by_the_names_of_operations(name, is_product, part):
   assert parts.part_of(name, is_product).startswith(part)
+
+
+def test_a_run_of_a_study_waits_for_the_run_it_begins_with(tmp_path):
+  """Another process may be training that one, and it has checkpoints."""
+  code = """
+import fcntl, pathlib, types
+from absl import flags
+import study
+from mod_jax.data.text import TextDataConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.tasks.experiment import ExperimentConfig
+
+runs = study.Study('study.py', 'runs')
+flags.FLAGS(['study'])
+config = dict(model=LMConfig(), data=TextDataConfig())
+planned = {
+  'first/0': ExperimentConfig(**config),
+  'second/0': ExperimentConfig(**config, init='runs/first/0'),
+  'third/0': ExperimentConfig(**config, init='elsewhere'),
+}
+def train(config, directory):
+  print('trains', config.name)
+  return types.SimpleNamespace(finished=True, metrics={})
+directory = runs.workdir('first/0')
+directory.mkdir(parents=True)
+with (directory / 'busy').open('w') as lock:
+  fcntl.flock(lock, fcntl.LOCK_EX)
+  runs.train(planned, lambda *_: {}, train)
+runs.train(planned, lambda *_: {}, train)
+"""
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    cwd=tmp_path,
+    env=os.environ | {'PYTHONPATH': str(ROOT / 'benchmarks')},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  skipped = 'second/0 begins with first/0, which is not finished: skipped'
+  trained = [f'trains {name}/0' for name in ('third', 'first', 'second')]
+  assert done.stdout.splitlines() == [skipped, *trained]
