@@ -13,16 +13,14 @@ then bfloat16, too. If `--torch` names a Python that has torch and timm, timm's
 dense ViT is timed as well.
 """
 
-import contextlib
 import dataclasses
 import functools
 
 from absl import app, flags
-import child
 from flax import linen as nn
 import jax
-import machine
 import numpy as np
+import vit_timing
 
 from mod_jax import flops, timing
 from mod_jax.layers.routing_config import VisionRoutingConfig
@@ -30,37 +28,21 @@ from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 import results as results_lib
 
-_BACKBONE = flags.DEFINE_enum(
-  'backbone', 'deit_small', list(vit.BACKBONES), 'Which sizes.'
-)
-_IMAGE = flags.DEFINE_integer('image_size', 224, 'Pixels a side.')
 _CAPACITY = flags.DEFINE_float('capacity', 0.5, 'Of A-MoD.')
 _KEEP = flags.DEFINE_float('keep', 0.7, 'Of DynamicViT.')
 _BATCHES = flags.DEFINE_list('batches', ['1', '32'], 'Images at a time.')
-_DTYPE = flags.DEFINE_enum(
-  'dtype', 'float32', ['float32', 'bfloat16'], 'Of the computation.'
-)
-_LAYERS = flags.DEFINE_integer('layers', None, "Not the backbone's blocks.")
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed passes of each.')
-_TORCH = flags.DEFINE_string(
-  'torch', None, 'A Python with torch and timm; None goes without.'
-)
 
 
 def models():
   """Returns configs by name."""
-  make = vit.BACKBONES[_BACKBONE.value]
-  sizes = {'image_size': _IMAGE.value, 'dtype': _DTYPE.value}
-  if _LAYERS.value is not None:
-    sizes['num_layers'] = _LAYERS.value
-  dense = make(**sizes)
+  dense = vit_timing.model()
   stages = equal_stages(dense.num_layers)
   pruned = DynamicViTConfig(backbone=dense, stages=stages, keep=_KEEP.value)
+  routing = VisionRoutingConfig(capacity=_CAPACITY.value)
   return {
     'dense': dense,
-    'amod': make(
-      **sizes, routing=VisionRoutingConfig(capacity=_CAPACITY.value)
-    ),
+    'amod': vit_timing.model(routing=routing),
     'dynamic_vit': pruned,
     'without_heads': dataclasses.replace(pruned, score='static'),
   }
@@ -68,12 +50,12 @@ def models():
 
 def inference(config, batch: int):
   """Returns a function that runs the compiled model once."""
-  key = jax.random.key(0)
+  key, dtype = jax.random.key(0), vit_timing.DTYPE.value
   module = config.build()
   variables = nn.unbox(jax.jit(module.init)(key, config.example()))
-  variables = jax.tree.map(lambda x: x.astype(_DTYPE.value), variables)
+  variables = jax.tree.map(lambda x: x.astype(dtype), variables)
   size = config.image_size
-  images_BHWC = jax.random.normal(key, (batch, size, size, 3), _DTYPE.value)
+  images_BHWC = jax.random.normal(key, (batch, size, size, 3), dtype)
   compiled = (
     jax.jit(lambda v, x: module.apply(v, x).logits_BV)
     .lower(variables, images_BHWC)
@@ -92,23 +74,10 @@ def measure(configs, batch: int) -> dict:
   dense = [*smaller(configs['dense']), configs['dense']]
   # From few tokens to many.
   timed = {f'dense, {x.image_size} pixels': x for x in dense[:-1]} | configs
-  steps = machine.built(
-    {n: functools.partial(inference, x, batch) for n, x in timed.items()}
+  makers = {n: functools.partial(inference, x, batch) for n, x in timed.items()}
+  _, seconds, found = vit_timing.interleaved(
+    makers, 'vit_infer', batch, _ROUNDS.value
   )
-  found = {}
-  with contextlib.ExitStack() as stack:
-    if _TORCH.value:
-      x = configs['dense']
-      sizes = (batch, x.image_size, x.width, x.num_layers, x.num_heads)
-      steps['torch'], found['torch'] = stack.enter_context(
-        child.torch_steps(_TORCH.value, 'vit_infer', *sizes)
-      )
-    seconds = timing.interleaved(
-      steps, rounds=_ROUNDS.value, warmup=2, queued=timing.queue_length()
-    )
-  if found:
-    ratio = timing.ratio_spread(seconds, 'dense', 'torch')[0]
-    found['dense_over_torch'] = ratio
   median = timing.medians(seconds)
   count = {name: flops.forward(config) for name, config in configs.items()}
   routed = results_lib.over_dense(seconds, count)
