@@ -386,7 +386,11 @@ def vision_inference():
     for routed, name in zip(rows[-len(names) :], names, strict=True):
       routed += [f'{images[name]:.1f}', f'{images["dense"]:.1f}']
   header = ['batch', 'model', *OVER_DENSE, 'images/s', 'dense, images/s']
-  return markdown(header, rows)
+  beside = {
+    f'with batches of {batch}': row['torch']
+    for batch, row in found['batches'].items()
+  }
+  return f'{markdown(header, rows)}\n\n{beside_timm(beside)}'
 
 
 @table
@@ -399,7 +403,21 @@ def vision_training():
     for method in ('A-MoD', 'MoD')
   }
   title = f'DeiT-S, batch {found["settings"]["batch"]}'
-  return markdown([title, *OVER_DENSE], over_dense(found['routed'], names))
+  rows = markdown([title, *OVER_DENSE], over_dense(found['routed'], names))
+  return f'{rows}\n\n{beside_timm({"": found["torch"]})}'
+
+
+def beside_timm(found: dict[str, dict]) -> str:
+  """Returns how long the dense model takes beside timm's, in a sentence."""
+  ratios = [
+    f'{torch["dense_over_torch"]:.2f} {when}'.strip()
+    for when, torch in found.items()
+  ]
+  about = next(iter(found.values()))['about']
+  return (
+    f"Over the time of timm's model the dense one's is {', '.join(ratios)}"
+    f' ({about}).'
+  )
 
 
 @table

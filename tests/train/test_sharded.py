@@ -85,28 +85,30 @@ def start(task, mesh):
     return abstract, state_lib.create_state(0, task, OPTIMIZER, abstract)
 
 
-@functools.cache
-def run(mesh_config, scan_layers=False, grad_accum_steps=1):
-  """Trains a few steps; returns metrics by step and the last state."""
-  task = make_task(scan_layers)
+def take_steps(task, batches, mesh_config, **options):
+  """Returns the metrics of steps on these batches, and the last state."""
   mesh = make_mesh(mesh_config)
   abstract, state = start(task, mesh)
   step = jax.jit(
-    functools.partial(
-      train_step,
-      task=task,
-      optimizer=OPTIMIZER,
-      static_args=0.0,
-      grad_accum_steps=grad_accum_steps,
-    ),
+    functools.partial(train_step, task=task, optimizer=OPTIMIZER, **options),
     out_shardings=(jax.tree.map(lambda x: x.sharding, abstract), None),
   )
   told = []
   with jax.set_mesh(mesh):
-    for batch in make_batches():
+    for batch in batches:
       state, metric_sums = step(state, parallel.put_batch(batch, mesh))
       told.append(metrics_lib.finalize(metric_sums))
   return told, state
+
+
+@functools.cache
+def run(mesh_config, scan_layers=False, grad_accum_steps=1):
+  """Trains a few steps; returns metrics by step and the last state."""
+  return take_steps(
+    *(make_task(scan_layers), make_batches(), mesh_config),
+    static_args=0.0,
+    grad_accum_steps=grad_accum_steps,
+  )
 
 
 RUNS = pytest.mark.parametrize(
@@ -136,6 +138,36 @@ def test_losses_equal_those_of_one_device(mesh, scan_layers, grad_accum_steps):
     jax.device_get(state.params),
     jax.device_get(expected_state.params),
     atol=1e-4,
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('path', 'variant', 'changes'),
+  [
+    # The mesh does not divide 257 tokens.
+    ('vlm/scenes', 'pmod_tiny', {'model.language.vocab_size': 258}),
+    ('detection/scenes', 'mod_tiny', {}),
+    ('vit/digits', 'experts_tiny', {}),
+    ('vit/digits', 'dynamic_tiny', {}),
+  ],
+)
+def test_a_step_of_any_model_is_that_of_one_device(
+  path, variant, changes, load_config_file
+):
+  config = load_config_file(f'configs/{path}.py', variant)
+  changes = {'train.batch_size': 8, 'init': None} | changes
+  task = tasks.make_task(config_lib.replace(config, changes))
+  batch = next(task.modality.train_iterator(shard_index=0, shard_count=1))
+  (told, state), (expected, expected_state) = (
+    take_steps(task, [batch], mesh, static_args=task.static_args(0))
+    for mesh in (MESHES['mixed'], None)
+  )
+  chex.assert_trees_all_close(told, expected, rtol=1e-4, atol=1e-4)
+  chex.assert_trees_all_close(
+    jax.device_get(state.params),
+    jax.device_get(expected_state.params),
+    atol=1e-5,
   )
 
 
