@@ -61,6 +61,7 @@ def step_function(config):
 
 
 def main(_):
+  machine.with_malloc(machine.KEPT)
   configs = models()
   makers = {n: functools.partial(step_function, c) for n, c in configs.items()}
   steps, seconds, found = vit_timing.interleaved(

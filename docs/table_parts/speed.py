@@ -40,7 +40,7 @@ def speed():
       for title, script, ratios in rows
     ],
   )
-  return f'{times}\n\n{decode_words()}'
+  return f'{times}\n\n{beside_timm()}\n\n{decode_words()}'
 
 
 @table
@@ -386,11 +386,7 @@ def vision_inference():
     for routed, name in zip(rows[-len(names) :], names, strict=True):
       routed += [f'{images[name]:.1f}', f'{images["dense"]:.1f}']
   header = ['batch', 'model', *OVER_DENSE, 'images/s', 'dense, images/s']
-  beside = {
-    f'with batches of {batch}': row['torch']
-    for batch, row in found['batches'].items()
-  }
-  return f'{markdown(header, rows)}\n\n{beside_timm(beside)}'
+  return markdown(header, rows)
 
 
 @table
@@ -403,20 +399,22 @@ def vision_training():
     for method in ('A-MoD', 'MoD')
   }
   title = f'DeiT-S, batch {found["settings"]["batch"]}'
-  rows = markdown([title, *OVER_DENSE], over_dense(found['routed'], names))
-  return f'{rows}\n\n{beside_timm({"": found["torch"]})}'
+  return markdown([title, *OVER_DENSE], over_dense(found['routed'], names))
 
 
-def beside_timm(found: dict[str, dict]) -> str:
-  """Returns how long the dense model takes beside timm's, in a sentence."""
+@table
+def beside_timm():
+  """How long dense ViTs take beside timm's, in a sentence."""
+  step = measured('vit_train_step')
   ratios = [
-    f'{torch["dense_over_torch"]:.2f} {when}'.strip()
-    for when, torch in found.items()
+    f'{row["torch"]["dense_over_torch"]:.2f} for batches of {batch}'
+    for batch, row in measured('vit_throughput')['batches'].items()
   ]
-  about = next(iter(found.values()))['about']
+  torch = step['torch']
   return (
-    f"Over the time of timm's model the dense one's is {', '.join(ratios)}"
-    f' ({about}).'
+    f"Over the time of timm's, that of the dense DeiT-S is {', '.join(ratios)},"
+    f' and {torch["dense_over_torch"]:.2f} for a training step on'
+    f' {step["settings"]["batch"]} images ({torch["about"]}).'
   )
 
 
