@@ -21,8 +21,9 @@ another Python with torch, transformers and timm. `--tiny` runs everything at
 sizes that measure nothing, also on a CPU.
 
 XLA's autotuning takes most of the time of the stages with models. Without it
-(`XLA_FLAGS=--xla_gpu_autotune_level=0`) a language model's training step was as
-fast on an H100; a result says with which flags it was made.
+(`XLA_FLAGS='--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false'`)
+the kernels of a language model's training step took as long in all on an H100;
+a result says with which flags it was made.
 """
 
 import csv

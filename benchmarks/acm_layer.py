@@ -149,7 +149,9 @@ def main(_):
       run = compiled(
         functools.partial(adaptive, functools.partial(grouped, dot))
       )
-      functions[dot.__name__] = functools.partial(run, params, z_BLD, drawn_BL)
+      functions[dot.__name__] = functools.partial(
+        run, params, z_BLD, drawn[_LEARNERS.value]
+      )
   seconds = timing.interleaved(
     functions, rounds=_ROUNDS.value, queued=timing.queue_length()
   )

@@ -132,6 +132,9 @@ class Study:
   ) -> None:
     """Trains runs in order, unless --table, and records their results.
 
+    Runs that another process trains are skipped, and so are those that begin
+    with a run that is not finished.
+
     Args:
       planned: configs by name, of which those that --runs matches are trained.
       tell: returns a run's result, given its config and held-out metrics.
@@ -140,7 +143,7 @@ class Study:
     Raises:
       UserError: a signal stopped one.
     """
-    places = {str(self.workdir(name).absolute()): name for name in planned}
+    places = {os.path.abspath(self.workdir(name)): name for name in planned}
     for name, config in planned.items():
       if self.only_table or not re.search(self._runs.value, name):
         continue

@@ -145,14 +145,14 @@ def main():
   torch.manual_seed(0)
   kinds = (train, decode, wav2vec2, vit_train, vit_infer)
   make = {function.__name__: function for function in kinds}[kind]
-  about, step = make(*map(int, sizes))
-  about.insert(0, f'torch {torch.__version__}')
+  (library, *more), step = make(*map(int, sizes))
+  about = [f'torch {torch.__version__}', library]
   if ON_GPU:
     about.append(f'{torch.cuda.get_device_name()}, bfloat16')
     about += ['torch.compile'] if kind not in ('decode', 'wav2vec2') else []
   else:
     about.append(f'{torch.get_num_threads()} threads')
-  print(', '.join(about), flush=True)
+  print(', '.join([*about, *more]), flush=True)
   for line in sys.stdin:
     if line.strip() != 'wait':
       step(line)

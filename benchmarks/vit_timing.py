@@ -1,7 +1,6 @@
 """What the timings of vision models share: sizes, and timm's model beside."""
 
 from collections.abc import Callable, Mapping
-import contextlib
 
 from absl import flags
 import child
@@ -46,19 +45,13 @@ def interleaved(
     The steps; their seconds, as `timing.interleaved`; and the entry `torch` of
     results, if that was timed.
   """
-  steps, found = machine.built(makers), {}
-  with contextlib.ExitStack() as stack:
-    timed = dict(steps)
-    if _TORCH.value:
-      x = model()
-      sizes = (batch, x.image_size, x.width, x.num_layers, x.num_heads)
-      timed['torch'], about = stack.enter_context(
-        child.torch_steps(_TORCH.value, kind, *sizes)
-      )
-    seconds = timing.interleaved(
-      timed, rounds=rounds, warmup=2, queued=timing.queue_length()
-    )
-  if _TORCH.value:
-    ratio = timing.ratio_spread(seconds, 'dense', 'torch')[0]
-    found['torch'] = {'about': about, 'dense_over_torch': ratio}
-  return steps, seconds, found
+  steps = machine.built(makers)
+  settings = {'rounds': rounds, 'warmup': 2, 'queued': timing.queue_length()}
+  if not _TORCH.value:
+    return steps, timing.interleaved(steps, **settings), {}
+  dense = model()
+  sizes = (dense.image_size, dense.width, dense.num_layers, dense.num_heads)
+  with child.torch_steps(_TORCH.value, kind, batch, *sizes) as (torch, about):
+    seconds = timing.interleaved(steps | {'torch': torch}, **settings)
+  ratio = timing.ratio_spread(seconds, 'dense', 'torch')[0]
+  return steps, seconds, {'torch': {'about': about, 'dense_over_torch': ratio}}

@@ -130,7 +130,7 @@ def gpu_moves():
   found, config = stage('profiles'), stage('training')['lm_220m']['config']
   moves, steps = found['routing_of_lm_mod'], found['steps']
   routed = config['num_layers'] // 2
-  # Neither blocks nor what the dense model has twice as much of.
+  # What both models do outside of their blocks.
   rest = found['head_products'] + sum(
     steps['lm_mod']['seconds_by_part'][part]
     for part in ('embedding, head and loss', 'optimiser')

@@ -412,7 +412,8 @@ def beside_timm():
   ]
   torch = step['torch']
   return (
-    f"Over the time of timm's, that of the dense DeiT-S is {', '.join(ratios)},"
+    "Over the time of timm's model, run eagerly, that of the dense DeiT-S is"
+    f' {", ".join(ratios)},'
     f' and {torch["dense_over_torch"]:.2f} for a training step on'
     f' {step["settings"]["batch"]} images ({torch["about"]}).'
   )
