@@ -37,17 +37,20 @@ def finalize(metric_sums: MetricSums) -> dict[str, Any]:
   Metrics of weight 0, which were not measured, are left out. Of `Rows`, all
   rows of all hosts follow each other.
   """
-  rows = {k: v for k, v in metric_sums.items() if isinstance(v, Rows)}
-  pairs = {k: v for k, v in metric_sums.items() if k not in rows}
-  metrics = {
-    name: float(total) / float(weight)
-    for name, (total, weight) in jax.device_get(pairs).items()
-    if weight != 0
-  }
-  for name, kept in rows.items():
-    batches = jax.tree.map(parallel.whole, kept.batches)
-    metrics[name] = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+  metrics = {}
+  for name, value in on_host(metric_sums).items():
+    if isinstance(value, Rows):
+      batches = jax.tree.map(parallel.whole, value.batches)
+      metrics[name] = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    elif value[1] != 0:
+      metrics[name] = float(value[0]) / float(value[1])
   return metrics
+
+
+def on_host(metric_sums: MetricSums) -> MetricSums:
+  """Returns the sums, once they are known, as numpy's; `Rows` stay."""
+  pairs = {k: v for k, v in metric_sums.items() if not isinstance(v, Rows)}
+  return {**metric_sums, **jax.device_get(pairs)}
 
 
 class MetricWriter(contextlib.AbstractContextManager):

@@ -118,15 +118,28 @@ def held_out(
     shard_count=count,
   )
   sums = {prefix: {} for prefix in modes}
+
+  def add(batch_sums):
+    for prefix, sums_of_mode in batch_sums.items():
+      sums_of_mode = metrics_lib.on_host(sums_of_mode)
+      sums[prefix] = sums_lib.add(sums[prefix], sums_of_mode)
+
   key = jax.random.key(task.config.seed)
+  before = {}
   for i, batch in enumerate(stop_lib.each(held_out_batches)):
     batch = parallel.put_batch(batch, mesh)
     key_of_batch = jax.random.fold_in(key, i)
-    for prefix, mode in modes.items():
-      batch_sums = _eval_step(task)(
+    batch_sums = {
+      prefix: _eval_step(task)(
         params, model_state, batch, key_of_batch, mode=mode
       )
-      sums[prefix] = sums_lib.add(sums[prefix], batch_sums)
+      for prefix, mode in modes.items()
+    }
+    # Wait for the batch before, so that few programs wait at a time: several
+    # simulated devices deadlock at more than 32, and batches take memory.
+    add(before)
+    before = batch_sums
+  add(before)
   return task.finish_metrics(
     {
       prefix + name: value

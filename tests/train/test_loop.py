@@ -96,6 +96,33 @@ def test_what_a_run_leaves_behind(tmp_path, capsys, monkeypatch):
   assert 'step 8/8' in err
 
 
+def test_an_evaluation_is_at_most_one_batch_ahead(monkeypatch):
+  # Eight simulated devices deadlock where more than 32 programs wait.
+  events = []
+  on_host = metrics_lib.on_host
+
+  def read(metric_sums):
+    events.append('read')
+    return on_host(metric_sums)
+
+  def eval_step(task):
+    def run(params, model_state, batch, key, mode):
+      events.append('run')
+      return {'loss': (jnp.float32(3), jnp.float32(2))}
+
+    return run
+
+  monkeypatch.setattr(metrics_lib, 'on_host', read)
+  monkeypatch.setattr(evaluation, '_eval_step', eval_step)
+  batch = {'x': np.zeros((8, 8), np.float32)}
+  monkeypatch.setattr(Tiny, 'eval_batches', lambda *_, **__: [batch] * 4)
+  task = Tiny(tiny_config())
+  mesh = parallel.make_mesh(task.config.mesh)
+  assert evaluation.held_out(task, {}, {}, mesh)['loss'] == 1.5
+  # The last one is of the sums, which `finalize` reads.
+  assert events == ['run', 'run', *['read', 'run'] * 2, *['read'] * 3]
+
+
 def test_a_finished_run_stays_as_it_is(tmp_path, quiet):
   config = tiny_config()
   first = train(config, tmp_path)
