@@ -248,7 +248,8 @@ class Methods:
   def _draw(self, found: dict[str, dict]):
     """Returns a picture of accuracy over compute; bars are over seeds."""
     points = []
-    for name, runs in study_tables.of_whole_seeds(found).items():
+    for name, of_seed in study_tables.by_model(found).items():
+      runs = list(of_seed.values())
       accuracy = machine.spread([run['accuracy'] for run in runs])
       mega = machine.spread([run['forward_flops'] / 1e6 for run in runs])
       group = re.split(r',| (?=[\d.])', name)[0]

@@ -45,6 +45,7 @@ VARIANTS = {
   'random tokens': 'random',
   'every n-th token': 'stride',
   'A-MoD in the tower': 'tower_amod',
+  'DynamicViT in the tower': 'tower_dynamic',
   'EViT in the tower': 'tower_evit',
 }
 SHALLOW = ', 3 blocks'  # A dense twin with about the FLOPs of p-MoD.

@@ -22,6 +22,7 @@ import jax
 from mod_jax import tables, trees
 from mod_jax.errors import UserError
 from mod_jax.models import protocol
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
@@ -48,6 +49,13 @@ def _table(config, length):
   return config.flops_table(*_arguments(config, length))
 
 
+def _train_table(config, length):
+  """Returns the table of a forward pass in training."""
+  if isinstance(config, VLMConfig):
+    return config.flops_table(*_arguments(config, length), train=True)
+  return _table(config, length)
+
+
 def train(
   config,
   length: Length = None,
@@ -55,11 +63,14 @@ def train(
 ) -> int:
   """Returns the FLOPs of a training step on one sequence: three forwards.
 
-  An early exit of a language model runs the head a second time. `frozen` says
+  An early exit of a language model runs the head a second time, and a
+  DynamicViT with a learned score drops no patches in training. `frozen` says
   by name which parameters have no gradient: then a product with one takes no
   pass for it, and what comes before all trained parameters no backward pass.
   """
-  total = forward(config, length)
+  if isinstance(config, DynamicViTConfig):
+    config = config.masked
+  total = sum(products(parts) for _, parts in _train_table(config, length))
   if isinstance(config, LMConfig) and config.early_exit:
     total += products(dict(_table(config, length))['head'])
   if frozen is None:
@@ -71,7 +82,8 @@ def _saved(config, length, frozen) -> int:
   """Returns the FLOPs of training that frozen parameters save."""
   names = trees.flatten(protocol.shapes(config)['params'])
   trained = [name for name in names if not frozen(name)]
-  table = [(row.split()[0], parts) for row, parts in _table(config, length)]
+  table = _train_table(config, length)
+  table = [(row.split()[0], parts) for row, parts in table]
   starts = {row: config.row_prefixes(row) for row, _ in table}
   known = tuple(start for row in starts.values() for start in row)
   # Gradients pass through a row of the table if it, or one before, is trained.

@@ -18,6 +18,8 @@ show background. Variants:
 * `fastv`: FastV, half of the image tokens after block 2, by attention;
 * `pooled`: a quarter of the image tokens, means of 2 × 2 patches;
 * `tower_amod`: the tower's last block on half of the patches, by attention;
+* `tower_dynamic`: half of the patches before the tower's last block, by a
+  DynamicViT's prediction head; only these reach the language model;
 * `tower_evit`: the tower keeps the half that its class token attends to most,
   and one token for all others, so that few reach the language model;
 * `tiny`: the dense model in seconds, for tests; also `pmod_tiny` and so on.
@@ -36,6 +38,7 @@ from mod_jax.layers.reduction import EViT
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vlm
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.models.vlm import VLMConfig
@@ -131,7 +134,15 @@ def pooled() -> ExperimentConfig:
 
 def in_tower(name: str, **parts) -> ExperimentConfig:
   """Parts of the tower, and none of the language model."""
-  tower = dataclasses.replace(MODEL.tower, **parts)
+  return with_tower(name, dataclasses.replace(MODEL.tower, **parts))
+
+
+def dynamic() -> ExperimentConfig:
+  tower = DynamicViTConfig(backbone=MODEL.tower, stages=(1,), keep=0.5)
+  return with_tower('dynamic', tower)
+
+
+def with_tower(name: str, tower) -> ExperimentConfig:
   model = dataclasses.replace(MODEL, tower=tower)
   return dataclasses.replace(dense(), name=f'ask_tower_{name}', model=model)
 
@@ -143,18 +154,21 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   if routing is not None and routing.layers is not None:
     routing = dataclasses.replace(routing, layers=(1,))
   scenes = SceneConfig(scales=(1, 1.5), num_train=32, num_eval=8)
+  tower = dataclasses.replace(
+    model.vit,
+    patch_size=8,
+    width=16,
+    num_heads=2,
+    stem=ConvStemConfig(width=4, depth=2, halvings=2),
+  )
+  if isinstance(model.tower, DynamicViTConfig):
+    tower = dataclasses.replace(model.tower, backbone=tower)
   return dataclasses.replace(
     experiment,
     name=f'{experiment.name}_tiny',
     model=dataclasses.replace(
       model,
-      tower=dataclasses.replace(
-        model.tower,
-        patch_size=8,
-        width=16,
-        num_heads=2,
-        stem=ConvStemConfig(width=4, depth=2, halvings=2),
-      ),
+      tower=tower,
       language=dataclasses.replace(
         model.language, width=16, num_layers=3, num_heads=2, routing=routing
       ),
@@ -176,6 +190,7 @@ LARGE = {
   'stride': lambda: routed('stride', control('stride')),
   'pooled': pooled,
   'tower_amod': lambda: in_tower('amod', routing=VisionRoutingConfig()),
+  'tower_dynamic': dynamic,
   'tower_evit': lambda: in_tower('evit', reduction=EViT(stages=(1,), keep=0.5)),
   'captions': captions,
 }

@@ -237,11 +237,11 @@ def _config_json(dense: VLMConfig, length: int, tokenizer) -> dict[str, Any]:
   """Returns the fields of a new `config.json`."""
   text = convert_lm.fields_of(dense.language, length, tokenizer)
   require(
-    dense.pooling == 1 and dense.tower.reduction is None,
-    'pooling=1 and no reduction: LLaVA has neither, so that such a model has no'
-    ' file of its format',
+    dense.pooling == 1 and dense.has_grid,
+    'pooling=1 and a tower that leaves all patches, as LLaVA has: such a model'
+    ' has no file of its format',
     pooling=dense.pooling,
-    **{'tower.reduction': dense.tower.reduction},
+    **{'patches of a picture': dense.num_patches},
   )
   return {
     'architectures': ['LlavaForConditionalGeneration'],

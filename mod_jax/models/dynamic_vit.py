@@ -155,19 +155,27 @@ class DynamicViTConfig:
     """Returns a minimal input to initialise the model with."""
     return self.backbone.example()
 
-  def _patches(self, layer: int) -> int:
-    """Returns how many patches reach a block, before it drops any."""
+  @property
+  def masked(self) -> 'DynamicViTConfig':
+    """The model whose forward pass costs what one in training does.
+
+    There patches that a learned score drops are only masked.
+    """
+    return dataclasses.replace(self, keep=1.0) if self.learned else self
+
+  def patches_after(self, depth: int) -> int:
+    """Returns how many patches leave the first `depth` blocks."""
     counts = [
       n
       for n, stage in zip(self.kept, self.stages, strict=True)
-      if stage < layer
+      if stage < depth
     ]
     return counts[-1] if counts else self.backbone.num_patches
 
   def _tokens_left(self) -> tuple[int, ...]:
     """Returns how many of an image's tokens reach each block."""
     prefix, layers = self.backbone.num_prefix, self.backbone.num_layers
-    return tuple(prefix + self._patches(i + 1) for i in range(layers))
+    return tuple(prefix + self.patches_after(i + 1) for i in range(layers))
 
   def tokens_per_block(self) -> tuple[int, ...]:
     """Returns how many of an image's tokens each block processes."""
@@ -188,7 +196,7 @@ class DynamicViTConfig:
     names = [name for name, _ in self.stack.flops_table(backbone.num_tokens)]
     for i, tokens in enumerate(self._tokens_left()):
       if i in self.stages and self.score == 'predicted':
-        patches = self._patches(i)
+        patches = self.patches_after(i)
         parts = {
           'norm': vit.norm_flops(patches, backbone.width),
           'prediction': self.prediction_flops(patches),
@@ -337,9 +345,45 @@ class DynamicViT(nn.Module):
     `decisions_SBN` is 1 for patches to keep after each stage, in place of
     sampled decisions; dropped ones are masked, as in training.
     """
-    config = self.config
     if decisions_SBN is not None:
       self._check(decisions_SBN, images_BHWC.shape[0])
+    depth = self.config.backbone.num_layers
+    x_BLD, keep_BN, output = self._blocks(images_BHWC, depth, decisions_SBN)
+    logits_BV, x_BLD = self.backbone.classify(x_BLD, keep_BN)
+    return output.replace(logits_BV=logits_BV, features_BLD=x_BLD)
+
+  def features(
+    self, images_BHWC: jax.Array, depth: int
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Returns x_BKD, the patches that leave the first `depth` blocks.
+
+    Where dropped patches are only masked, these are as many, the likeliest of
+    those that are kept first; one that is not kept is 0. The second output then
+    is `keep_SBN` as in `DynamicViTOutput`, and None otherwise.
+    """
+    if self.is_initializing():  # So that the model is whole.
+      self(images_BHWC)
+    x_BLD, keep_BN, output = self._blocks(images_BHWC, depth)
+    x_BND = x_BLD[:, self.config.backbone.num_prefix :]
+    if keep_BN is None:
+      return x_BND, None
+    # A probability is at most 1, and 0 for patches that are already dropped.
+    order_BN = 2 * keep_BN + output.probability_SBN[-1]
+    left = self.config.patches_after(depth)
+    index_BK = routing.select_top_k(order_BN, left).index_BK
+    # The straight-through gradient of what the patches are worth.
+    x_BKD = routing.gather_tokens(
+      x_BND * keep_BN[..., None].astype(x_BND.dtype), index_BK
+    )
+    return x_BKD, output.keep_SBN
+
+  def _blocks(self, images_BHWC, depth, decisions_SBN=None):
+    """Runs the first `depth` blocks.
+
+    Returns the tokens, which of the patches are kept (None if dropped ones are
+    gone) and the output without logits and features.
+    """
+    config = self.config
     masked = decisions_SBN is not None or (
       self.mode.train and self.mode.masks and config.learned
     )
@@ -353,7 +397,7 @@ class DynamicViT(nn.Module):
     keep_BN = jnp.ones((batch, patches), jnp.float32)
     kept, probabilities, auxes, score_BL = [], [], [], None
 
-    for i in range(config.backbone.num_layers):
+    for i in range(depth):
       if i in config.stages and config.score == 'structural':
         x_BND = _pool(x_BLD[:, prefix:])
         x_BLD = jnp.concatenate([x_BLD[:, :prefix], x_BND], axis=1)
@@ -387,16 +431,14 @@ class DynamicViT(nn.Module):
       output = self.backbone.step(i, x_BLD, score_BL, info)
       x_BLD, score_BL = output.x_BLD, output.aux.get('attention')
       auxes.append(output.aux)
-    logits_BV, x_BLD = self.backbone.classify(
-      x_BLD, keep_BN if masked else None
-    )
-    return DynamicViTOutput(
-      logits_BV,
-      x_BLD,
+    output = DynamicViTOutput(
+      None,
+      None,
       jnp.stack(kept) if kept else jnp.zeros((0, batch, patches)),
       jnp.stack(probabilities) if probabilities else None,
       tuple(auxes),
     )
+    return x_BLD, keep_BN if masked else None, output
 
   def _check(self, decisions_SBN, batch):
     config = self.config

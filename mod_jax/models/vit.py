@@ -183,6 +183,10 @@ class ViTConfig(StackedConfig):
     """Returns how many of an image's tokens each block processes."""
     return self.stack.tokens_per_block(self.num_tokens)
 
+  def patches_after(self, depth: int) -> int:
+    """Returns how many patches leave the first `depth` blocks."""
+    return self.stack.lengths(self.num_tokens)[depth] - self.num_prefix
+
   def block_flops(self, layer: int, tokens: int) -> dict[str, int]:
     """Returns a block's forward FLOPs by part, norms included."""
     block = self.stack.layers[layer]

@@ -22,9 +22,10 @@ from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.token_info import IMAGE, KINDS
 from mod_jax.models import lm
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig, LMOutput
 from mod_jax.models.protocol import StackedConfig
-from mod_jax.models.vit import ViT, ViTConfig
+from mod_jax.models.vit import ViTConfig
 
 # p-MoD (Zhang et al. 2024).
 P_MOD = MoDConfig(
@@ -76,7 +77,9 @@ def _of_language(name: str) -> property:
 class VLMConfig(StackedConfig):
   """A vision tower and a language model; the parts are the latter's."""
 
-  tower: ViTConfig = ViTConfig(num_classes=0)  # Looks at a picture.
+  # Looks at a picture. What a DynamicViT drops does not reach the language
+  # model.
+  tower: ViTConfig | DynamicViTConfig = ViTConfig(num_classes=0)
   language: LMConfig = LMConfig()  # Reads pictures and text.
   # Id that stands for a picture, or for each of its patches.
   image_token: config_lib.Count = 0
@@ -98,20 +101,27 @@ class VLMConfig(StackedConfig):
       '0, since no early exit is trained with pictures',
       **{'language.early_exit': self.language.early_exit},
     )
-    depth = self.tower.num_layers
+    depth = self.vit.num_layers
     check(
       -depth <= self.feature_layer <= depth and self.feature_layer != 0,
       f'1 to {depth}, or -{depth} to -1, for a tower of {depth} blocks',
       'feature_layer',
     )
+    if isinstance(self.tower, DynamicViTConfig):
+      last = self.tower.stages[-1]
+      check(
+        self.tower_depth > last,
+        f'a block after the stage before block {last}, which drops patches',
+        'feature_layer',
+      )
     check(
-      self.pooling == 1 or self.tower.reduction is None,
-      '1, since the tokens that a reduction leaves are in no squares',
+      self.pooling == 1 or self.has_grid,
+      '1, since the tokens that the tower leaves are in no squares',
       'pooling',
     )
     check(
-      self.tower.grid % self.pooling == 0,
-      f'a divisor of {self.tower.grid}, the patches along a side',
+      self.vit.grid % self.pooling == 0,
+      f'a divisor of {self.vit.grid}, the patches along a side',
       'pooling',
     )
 
@@ -123,19 +133,28 @@ class VLMConfig(StackedConfig):
   @property
   def tower_depth(self) -> int:
     """Number of the tower's blocks that run."""
-    return self.feature_layer % (self.tower.num_layers + 1)
+    return self.feature_layer % (self.vit.num_layers + 1)
+
+  @property
+  def vit(self) -> ViTConfig:
+    """The tower, or the backbone of one that drops patches."""
+    tower = self.tower
+    return tower.backbone if isinstance(tower, DynamicViTConfig) else tower
+
+  @property
+  def has_grid(self) -> bool:
+    """Whether the tower leaves all patches, so that tokens have places."""
+    return self.tower.patches_after(self.tower_depth) == self.vit.num_patches
 
   @property
   def grid(self) -> int:
-    """Tokens of a picture along a side, if its tower has no reduction."""
-    return self.tower.grid // self.pooling
+    """Tokens of a picture along a side, if they have places."""
+    return self.vit.grid // self.pooling
 
   @property
   def num_patches(self) -> int:
-    """Tokens of a picture, of which a tower with a reduction leaves fewer."""
-    reached = self.tower.stack.lengths(self.tower.num_tokens)
-    left = reached[self.tower_depth] - self.tower.num_prefix
-    return left // self.pooling**2
+    """Tokens of a picture: what its tower leaves, or means of squares."""
+    return self.tower.patches_after(self.tower_depth) // self.pooling**2
 
   @property
   def image_size(self) -> int:
@@ -184,23 +203,28 @@ class VLMConfig(StackedConfig):
     return self.stack.tokens_per_block(length, images * self.num_patches)
 
   def flops_table(
-    self, length: int, images: int = 1, **kwargs
+    self, length: int, images: int = 1, *, train: bool = False, **kwargs
   ) -> list[tuple[str, dict[str, int]]]:
-    """Returns (part, forward FLOPs by kind) for a row with so many pictures."""
-    _, *blocks, _ = self.tower.flops_table()
-    seen = [self.tower.embed_flops()]
-    seen += [parts for _, parts in blocks[: self.tower_depth]]
-    tower = {}
-    for parts in seen:
+    """Returns (part, forward FLOPs by kind) for a row with so many pictures.
+
+    `train` is for a pass in training, where a DynamicViT only masks patches.
+    """
+    tower = self.tower
+    if train and isinstance(tower, DynamicViTConfig):
+      tower = tower.masked
+    seen, last = {}, f'block_{self.tower_depth - 1}'
+    for row, parts in tower.flops_table():
       for name, count in parts.items():
-        tower[name] = tower.get(name, 0) + images * count
+        seen[name] = seen.get(name, 0) + images * count
+      if row.split()[0] == last:
+        break
     width, patches = self.language.width, images * self.num_patches
-    projector = 2 * patches * width * (self.tower.width + width)
+    projector = 2 * patches * width * (self.vit.width + width)
     of_language = self.language.flops_table(
       length, image_places=patches, **kwargs
     )
     return [
-      ('tower', tower),
+      ('tower', seen),
       ('projector', {'projector': projector}),
       *((f'language/{name}', parts) for name, parts in of_language),
     ]
@@ -233,6 +257,18 @@ class Projector(nn.Module):
     return linear('linear_2')(hidden_BND)
 
 
+@flax.struct.dataclass
+class VLMOutput(LMOutput):
+  """What a forward pass returns.
+
+  Attributes:
+    keep_STN: of each of T pictures the patches that S stages of a DynamicViT
+      keep, as in `DynamicViTOutput`, where it masks what it drops; else None.
+  """
+
+  keep_STN: jax.Array | None = None
+
+
 class VLM(nn.Module):
   """Maps tokens and pictures to next-token logits or, given targets, the loss.
 
@@ -245,7 +281,7 @@ class VLM(nn.Module):
   def setup(self):
     config = self.config
     mode = dataclasses.replace(self.mode, routing=RoutingMode())
-    self.tower = ViT(config.tower, mode)
+    self.tower = config.tower.build(**vars(mode))
     self.projector = Projector(
       config.language.width, dtype=config.language.dtype
     )
@@ -261,7 +297,7 @@ class VLM(nn.Module):
     cache: lm.LMCache | None = None,
     prompt: bool = False,
     **kwargs,
-  ) -> LMOutput:
+  ) -> VLMOutput:
     """Returns what `LanguageModel` does of the text with its pictures.
 
     Args:
@@ -280,7 +316,7 @@ class VLM(nn.Module):
       prompt: as for `LanguageModel`.
       **kwargs: as for `LanguageModel`.
     """
-    config, size = self.config, self.config.tower.image_size
+    config, size = self.config, self.config.image_size
     is_prompt = cache is None or prompt
     # What a model adds itself stands for no picture, whatever its id.
     has_placeholders = is_prompt or images_BIHWC is not None
@@ -288,15 +324,15 @@ class VLM(nn.Module):
       check_images(config, tokens_BL, images_BIHWC, valid_BL)
     if self.is_initializing() and images_BIHWC is None:
       images_BIHWC = jnp.zeros((len(tokens_BL), 1, size, size, 3))
-    features_BND = None
+    features_BND = keep_STN = None
     if images_BIHWC is not None and images_BIHWC.shape[1]:
-      features_BND = self.look(images_BIHWC)
+      features_BND, keep_STN = self.look(images_BIHWC)
     if kind_BL is None:
       kind = _DEFAULT if is_prompt else _ADDED
       kind_BL = jnp.full(tokens_BL.shape, kind, jnp.int32)
     if has_placeholders:
       kind_BL = jnp.where(tokens_BL == config.image_token, IMAGE, kind_BL)
-    return self.language(
+    output = self.language(
       tokens_BL,
       kind_BL=kind_BL,
       features_BND=features_BND,
@@ -305,20 +341,27 @@ class VLM(nn.Module):
       prompt=prompt,
       **kwargs,
     )
+    return VLMOutput(**vars(output), keep_STN=keep_STN)
 
-  def look(self, images_BIHWC: jax.Array) -> jax.Array:
-    """Returns features_BND, the N tokens of all of a row's pictures."""
-    config = self.config
+  def look(self, images_BIHWC: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns features_BND, the N tokens of all of a row's pictures.
+
+    The second output is `VLMOutput.keep_STN`.
+    """
+    config, keep_STN = self.config, None
     images_THWC = images_BIHWC.reshape(-1, *images_BIHWC.shape[2:])
-    x_TLD = self.tower.features(images_THWC, config.tower_depth)
-    x_TND = x_TLD[:, config.tower.num_prefix :]
+    if isinstance(config.tower, DynamicViTConfig):
+      x_TND, keep_STN = self.tower.features(images_THWC, config.tower_depth)
+    else:
+      x_TLD = self.tower.features(images_THWC, config.tower_depth)
+      x_TND = x_TLD[:, config.vit.num_prefix :]
     if config.pooling > 1:
       count, side = config.grid, config.pooling
       shape = (len(x_TND), *(count, side) * 2, x_TND.shape[-1])
       x_TND = x_TND.reshape(shape).mean(axis=(2, 4))
       x_TND = x_TND.reshape(len(x_TND), config.num_patches, -1)
     x_TND = self.projector(x_TND)
-    return x_TND.reshape(len(images_BIHWC), -1, x_TND.shape[-1])
+    return x_TND.reshape(len(images_BIHWC), -1, x_TND.shape[-1]), keep_STN
 
 
 def check_images(config: VLMConfig, tokens_BL, images_BIHWC, valid_BL):
@@ -327,7 +370,7 @@ def check_images(config: VLMConfig, tokens_BL, images_BIHWC, valid_BL):
   Numbers of placeholders are checked outside of `jax.jit` only, since traced
   values are unknown.
   """
-  size, count = config.tower.image_size, 0
+  size, count = config.image_size, 0
   if images_BIHWC is not None:
     shape = images_BIHWC.shape
     require(
@@ -450,7 +493,7 @@ def place_images(
     f'at most {text}: shorten the row, or make room for more',
     **{'tokens of text in a row': longest},
   )
-  length, size = count * patches + text, config.tower.image_size
+  length, size = count * patches + text, config.image_size
   tokens_BL = np.zeros((len(rows), length), np.int32)
   kind_BL = np.full((len(rows), length), _DEFAULT, np.int32)
   valid_BL = np.zeros((len(rows), length), bool)

@@ -174,7 +174,7 @@ CHANGEABLE = (
   *(
     f'model.{part}routing.{name}'
     # Blocks may be routed in a part of the model.
-    for part in ('', 'backbone.', 'language.', 'tower.')
+    for part in ('', 'backbone.', 'language.', 'tower.', 'tower.backbone.')
     for name in ('capacity', 'capacity_decay', 'capacity_floor')
   ),
 )

@@ -144,7 +144,7 @@ _PICTURES = (ImageDataConfig, DetectionDataConfig, ConversationDataConfig)
 def _within(model) -> str:
   """Returns the prefix of the fields of the vision transformer."""
   if isinstance(model, VLMConfig):
-    return 'tower.'
+    return f'tower.{_within(model.tower)}'
   return 'backbone.' if isinstance(model, DynamicViTConfig) else ''
 
 
@@ -222,7 +222,8 @@ class ExperimentConfig(RunConfig):
     given = sizes & changes.keys()
     # Parts that are replaced as a whole bring their own.
     if len(given) != 1 or changes.keys() & {
-      *('model', 'model.backbone', 'model.tower', 'data')
+      *('model', 'model.backbone', 'model.tower', 'model.tower.backbone'),
+      'data',
     }:
       return {}
     return dict.fromkeys(sizes - given, changes[given.pop()])

@@ -81,16 +81,7 @@ class Pruning(Plain):
   def flops_per_step(self, static_args):
     """Counts three passes of the student, and one of the teacher."""
     model = self.config.model
-    teacher = flops.forward(model.backbone)
-    student = flops.forward(model)
-    if model.learned:
-      # Blocks and heads process masked patches like the others, and a routed
-      # block has as many slots as if none were dropped.
-      heads = len(model.stages) * model.prediction_flops(
-        model.backbone.num_patches
-      )
-      student = teacher + heads
-    student *= 3
-    if not self.objective.needs_teacher:
-      teacher = 0
-    return self.config.train.batch_size * (student + teacher)
+    total = flops.train(model)
+    if self.objective.needs_teacher:
+      total += flops.forward(model.backbone)
+    return self.config.train.batch_size * total

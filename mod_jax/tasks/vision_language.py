@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import errors, flops, viz
+from mod_jax import errors, flops, losses, viz
 from mod_jax.data import batches, tokenizers
 from mod_jax.data import conversations as data_lib
 from mod_jax.data import fingerprint as fingerprints
@@ -20,11 +20,14 @@ from mod_jax.models import vlm
 from mod_jax.sampling import generate
 from mod_jax.studies.language import arank
 from mod_jax.studies.vision_language import image_tokens
+from mod_jax.tasks.experiment import PruningObjective
 from mod_jax.tasks.modality import Modality, table
 
 _QUESTION, _ANSWER = map(KINDS.index, ('question', 'answer'))
 _PICTURED = 4  # Held-out pictures that are drawn.
 _SHOWN = 6  # Held-out questions that are answered at the end of a run.
+# Of the loss by which a DynamicViT keeps as many patches as it should.
+_RATIO = PruningObjective().ratio
 
 
 class VisionLanguage(Modality):
@@ -36,18 +39,19 @@ class VisionLanguage(Modality):
   main = ('loss', 'accuracy')
   rising = ('accuracy', 'accuracy/.*')
   # A dense checkpoint fits a routed model, and vice versa.
-  optional = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
+  optional = (
+    *(r'(.*/)?(router|predictor)/.*', r'moving/.*'),
+    *(r'tower/prediction_\d+/.*', r'tower/pattern_\d+'),
+  )
 
   def __init__(self, config):
     super().__init__(config)
     data = config.data
     places = data.pictures * config.model.num_patches
     self.length = ((places + data.length, data.pictures),)
-    # Image tokens that a reduction left belong to no place in the picture.
-    self._has_grid = config.model.tower.reduction is None
     errors.require(
-      self._has_grid or not data.marks,
-      'False for a tower with a reduction, whose tokens have no places',
+      config.model.has_grid or not data.marks,
+      'False for a tower that leaves fewer patches, which have no places',
       **{'data.marks': data.marks},
     )
 
@@ -182,7 +186,7 @@ class VisionLanguage(Modality):
     real = index != batches.PADDING
     conversation = source.load(int(index) if real else 0)
     row = self._row(conversation)
-    if self.config.data.source == 'scenes' and self._has_grid:
+    if self.config.data.source == 'scenes' and self.config.model.has_grid:
       shown_L = self._digits_shown(row, conversation)
       row['shown'] = shown_L if real else np.full_like(shown_L, -2)
     return row | {
@@ -256,6 +260,14 @@ class VisionLanguage(Modality):
   def loss(self, output, batch):
     return output.loss
 
+  def losses(self, output, batch):
+    pairs, metric_sums = super().losses(output, batch)
+    if output.keep_STN is not None:
+      targets = self.config.model.tower.targets
+      ratio = metric_sums['ratio'] = losses.ratio_loss(output.keep_STN, targets)
+      pairs.append((_RATIO * ratio[0], ratio[1]))
+    return pairs, metric_sums
+
   def eval_sums(self, output, batch, mode):
     """Returns sums; an answer is right if greedy decoding would write it."""
     del mode
@@ -321,7 +333,7 @@ class VisionLanguage(Modality):
   def _chooses_image_tokens(self) -> bool:
     routing = self.config.model.routing
     kinds = () if routing is None else routing.kinds or ()
-    return self._has_grid and 'image' in kinds
+    return self.config.model.has_grid and 'image' in kinds
 
   def pictures(self, task, params, model_state):
     """Draws which image tokens each routed block takes, for which answer."""

@@ -269,7 +269,7 @@ TABLE = [
   (lambda t: save_llava(t, pooling=3), 'pooling=3', 'no file of its format'),
   (
     lambda t: save_llava(t, **{'tower.reduction': EViT(stages=(1,))}),
-    *('tower.reduction=EViT', 'no file of its format'),
+    *('patches of a picture=', 'no file of its format'),
   ),
 ]
 

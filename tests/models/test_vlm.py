@@ -20,6 +20,7 @@ from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.token_info import KINDS
 from mod_jax.models import lm, lora, vlm
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.pretrained.load import Run
 from mod_jax.sampling import Draft, generate
@@ -317,7 +318,8 @@ def test_pooling_averages_squares_of_patches():
 
   def look(config):
     method = type(config.build()).look
-    return tiny.apply(config, values, PICTURES[None], method=method)
+    features_BND, _ = tiny.apply(config, values, PICTURES[None], method=method)
+    return features_BND
 
   def before(config):
     tower = config.tower.build()
@@ -359,13 +361,87 @@ def test_a_tower_that_reduces_tokens_leaves_fewer_for_the_language_model():
     {'params': values['params']['projector']}, features_TLD[:, 1:]
   )
   # Operation by operation, as above: a whole program would round differently.
-  looked = config.build().apply(values, PICTURES[None], method=vlm.VLM.look)
+  looked, _ = config.build().apply(values, PICTURES[None], method=vlm.VLM.look)
   np.testing.assert_allclose(looked[0].reshape(projected.shape), projected)
   parts, whole = (dict(x.flops_table(12)) for x in (config, DENSE))
   assert 4 * parts['projector']['projector'] == (
     3 * whole['projector']['projector']
   )
   assert sum(parts['tower'].values()) < sum(whole['tower'].values())
+
+
+PRUNED = dataclasses.replace(
+  DENSE,
+  tower=DynamicViTConfig(
+    backbone=dataclasses.replace(DENSE.tower, image_size=8),
+    stages=(0,),
+    keep=0.5,
+  ),
+)
+
+
+def test_patches_that_a_tower_drops_reach_no_language_model():
+  values, pictures = variables(PRUNED), tiny.images(24, size=8)
+  tower = PRUNED.tower.build()
+  tower_values = {'params': values['params']['tower']}
+  features = type(tower).features
+  of_all = PRUNED.vit.build().apply(
+    tower_values, pictures, PRUNED.tower_depth, method='features'
+  )
+  left_TND, none = tower.apply(
+    tower_values, pictures, PRUNED.tower_depth, method=features
+  )
+  assert none is None
+  assert PRUNED.num_patches == left_TND.shape[1] == 8
+  assert of_all.shape[1] == 1 + 16
+  # In training there are as many, the kept ones among them as masking alone
+  # leaves them.
+  rngs = {'gumbel': jax.random.key(0)}
+  masked_TND, keep_STN = PRUNED.tower.build(train=True).apply(
+    *(tower_values, pictures, PRUNED.tower_depth), method=features, rngs=rngs
+  )
+  assert masked_TND.shape == left_TND.shape
+  counts = keep_STN[0].sum(axis=-1)
+  assert counts.min() < 8 < counts.max()
+  all_TLD, *_ = tower.apply(
+    *(tower_values, pictures, PRUNED.tower_depth, keep_STN), method='_blocks'
+  )
+  for masked_ND, all_LD, keep_N in zip(
+    masked_TND, all_TLD, keep_STN[0], strict=True
+  ):
+    kept_ND = np.asarray(all_LD[1:])[np.asarray(keep_N) > 0]
+    is_zero_N = (np.asarray(masked_ND) == 0).all(axis=-1)
+    assert is_zero_N.sum() == max(0, 8 - len(kept_ND))
+    for x_D in np.asarray(masked_ND)[~is_zero_N]:
+      assert np.isclose(kept_ND, x_D, atol=1e-5).all(axis=-1).any()
+
+
+def test_the_answers_train_what_decides_which_patches_are_dropped():
+  rows, pictures = [[15, 3, 4, 5]], [tiny.images(1, size=8)]
+  args, kwargs = vlm.place_images(PRUNED, rows, pictures).inputs
+  values = variables(PRUNED)
+
+  def loss(params):
+    found = PRUNED.build(train=True).apply(
+      {**values, 'params': params},
+      *args,
+      **kwargs,
+      targets_BL=jnp.ones_like(args[0]),
+      rngs={'gumbel': jax.random.key(0)},
+    )
+    return found.loss[0]
+
+  heads = jax.grad(loss)(values['params'])['tower']['prediction_0']
+  assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(heads))
+
+
+def test_a_tower_that_only_masks_costs_more_in_training():
+  masked = dataclasses.replace(PRUNED.tower, keep=1.0).flops_table()
+  tower = sum(flops.products(parts) for _, parts in masked[:-2])
+  table = dict(PRUNED.flops_table(12))
+  others = flops.forward(PRUNED, 12) - flops.products(table['tower'])
+  assert flops.products(table['tower']) < tower
+  assert flops.train(PRUNED, 12) == 3 * (others + tower)
 
 
 def test_flops_are_those_of_the_tokens_that_enter():
@@ -441,6 +517,11 @@ def test_only_a_learned_router_has_a_loss_of_its_choice(score):
   [
     (lambda: dataclasses.replace(DENSE, image_token=16), 'an id below'),
     (lambda: dataclasses.replace(DENSE, feature_layer=3), '1 to 2'),
+    (
+      lambda: config_lib.replace(PRUNED, {'tower.stages': (1,)}),
+      'feature_layer=-2: expected a block after the stage before block 1',
+    ),
+    (lambda: dataclasses.replace(PRUNED, pooling=2), 'pooling=2: expected 1'),
     (lambda: routed(PMOD, threshold_decay=0.9), 'threshold_decay=0'),
     (lambda: routed(PMOD, predictor_width=4), 'predictor_width=0'),
     (lambda: routed(FASTV, kinds=None), "kinds=.'image',."),

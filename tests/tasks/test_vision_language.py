@@ -14,6 +14,7 @@ from mod_jax.data import conversations
 from mod_jax.errors import UserError
 from mod_jax.layers.token_info import KINDS
 from mod_jax.models.vlm import place_images
+from mod_jax.runs import metrics as metrics_lib
 from mod_jax.tasks import make_task, phases
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -167,6 +168,29 @@ def test_ranks_are_of_the_language_model_with_its_pictures():
     mean = digits * share['digits'] + (1 - digits) * share['background']
     assert mean == pytest.approx(capacity / 16)
   assert 'model.language.routing.layers=' in study.text
+
+
+@pytest.mark.slow
+def test_a_tower_learns_to_keep_as_many_patches_as_it_should(
+  tmp_path, on_one_device
+):
+  run = config_lib.replace(
+    SCENES.get_config('tower_dynamic_tiny'),
+    {
+      'train.num_steps': 150,
+      'optimizer.learning_rate': 1e-2,
+      'evaluation.every': 0,
+    },
+  )
+  # From a dense model of the same sizes, whose tower has no head.
+  with on_one_device():
+    phases.train(SCENES.get_config('tiny'), tmp_path / 'dense')
+    run = config_lib.replace(run, {'init': str(tmp_path / 'dense')})
+    phases.train(run, tmp_path / 'pruned')
+  lines = metrics_lib.read(tmp_path / 'pruned')
+  ratios = [x['ratio'] for x in lines if x['kind'] == 'train']
+  assert len(ratios) == 150
+  assert np.mean(ratios[-20:]) < 0.02
 
 
 @pytest.mark.slow
