@@ -51,7 +51,7 @@ def _table(config, length):
 
 def _train_table(config, length):
   """Returns the table of a forward pass in training."""
-  if isinstance(config, VLMConfig):
+  if isinstance(config, VLMConfig) and config.adaptive is None:
     return config.flops_table(*_arguments(config, length), train=True)
   return _table(config, length)
 
@@ -64,11 +64,12 @@ def train(
   """Returns the FLOPs of a training step on one sequence: three forwards.
 
   An early exit of a language model runs the head a second time, and a
-  DynamicViT with a learned score drops no patches in training. `frozen` says
+  DynamicViT with a learned score only masks patches in training, unless it has
+  adaptive modules, which are trained on those that are left. `frozen` says
   by name which parameters have no gradient: then a product with one takes no
   pass for it, and what comes before all trained parameters no backward pass.
   """
-  if isinstance(config, DynamicViTConfig):
+  if isinstance(config, DynamicViTConfig) and config.adaptive is None:
     config = config.masked
   total = sum(products(parts) for _, parts in _train_table(config, length))
   if isinstance(config, LMConfig) and config.early_exit:

@@ -73,9 +73,10 @@ def shapes_of(model):
     )
   elif isinstance(model, VLMConfig):
     language = dataclasses.replace(model.language, num_layers=2, routing=None)
-    model = dataclasses.replace(
-      model, tower=_shallow(model.tower, 2), language=language
-    )
+    tower = model.tower
+    if not isinstance(tower, DynamicViTConfig):  # Those are shallow already.
+      tower = _shallow(tower, 2)
+    model = dataclasses.replace(model, tower=tower, language=language)
   return _shapes_of(model)
 
 

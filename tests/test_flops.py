@@ -138,6 +138,17 @@ class TestParts:
       assert saved == (routed if part == 'mlp' else dense)['mlp']
 
 
+def test_training_only_masks_patches_except_with_learners():
+  pruned = DynamicViTConfig(backbone=tiny.VIT, stages=(1,))
+  whole = dataclasses.replace(pruned, keep=1.0)
+  assert flops.train(pruned) == 3 * flops.forward(whole)
+  assert flops.forward(pruned) < flops.forward(whole)
+  static = dataclasses.replace(pruned, score='random')
+  assert flops.train(static) == 3 * flops.forward(static)
+  adaptive = pruned.with_parts(adaptive=AdaptiveConfig())
+  assert flops.train(adaptive) == 3 * flops.forward(adaptive)
+
+
 class TestFrozen:
   """What is frozen needs no gradient, and what lies below it no pass."""
 
