@@ -288,8 +288,9 @@ def class_weights(config: ImageDataConfig) -> np.ndarray | None:
   if config.class_weights == 'balanced':
     labels = open_split(config, 'train').labels
     if config.multi_label:
-      true_V = labels.mean(axis=0)
-      return np.float32((1 - true_V) / true_V)
+      true_V = labels.sum(axis=0)
+      false_V = len(labels) - true_V
+      return np.float32(np.maximum(false_V, 1) / np.maximum(true_V, 1))
     count_V = np.bincount(labels, minlength=len(names))
     return np.float32(len(labels) / (len(names) * np.maximum(count_V, 1)))
   table = dict(config.class_weights)

@@ -134,6 +134,10 @@ def test_weights_balance_true_and_false(folder):
   config = make_config(folder, COLUMNS, class_weights='balanced')
   # Of four pictures, dog is true of 2, cat of 2, emu of 1.
   np.testing.assert_allclose(images.class_weights(config), [1, 1, 3])
+  # A label that is true of all is still learned.
+  table = COLUMNS.replace('d.png,0', 'd.png,1').replace('f.png,0', 'f.png,1')
+  config = make_config(folder, table, class_weights='balanced')
+  np.testing.assert_allclose(images.class_weights(config), [1 / 4, 1, 3])
 
 
 def test_balanced_draws_of_labels(folder):
