@@ -103,12 +103,17 @@ def token_distillation(
   return jnp.sum(distance_BN * keep_BN), jnp.sum(keep_BN)
 
 
-def ratio_loss(keep_SBN: jax.Array, targets: tuple[float, ...]) -> Pair:
+def ratio_loss(
+  keep_SBN: jax.Array,
+  targets: tuple[float, ...],
+  weight_B: jax.Array | None = None,
+) -> Pair:
   """Returns squared errors of the fractions kept, and the number of images.
 
   Rao et al. 2021, section 3.4, Eq. 15 as published: each image's mean over
   stages. `targets` are fractions of all patches that remain after each stage.
+  `weight_B` is 0 for padding; None if there is none.
   """
   kept_SB = keep_SBN.mean(axis=-1)
   error_SB = jnp.square(kept_SB - jnp.asarray(targets)[:, None])
-  return weighted_sum(error_SB.mean(axis=0))
+  return weighted_sum(error_SB.mean(axis=0), weight_B)

@@ -159,7 +159,8 @@ class DynamicViTConfig:
   def masked(self) -> 'DynamicViTConfig':
     """The model whose forward pass costs what one in training does.
 
-    There patches that a learned score drops are only masked.
+    There patches that a learned score drops are only masked, except by
+    `Mode(masks=False)`, as adaptive modules are trained.
     """
     return dataclasses.replace(self, keep=1.0) if self.learned else self
 

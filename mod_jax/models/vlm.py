@@ -259,7 +259,7 @@ class Projector(nn.Module):
 
 @flax.struct.dataclass
 class VLMOutput(LMOutput):
-  """What a forward pass returns.
+  """What a language model returns, and what its tower dropped.
 
   Attributes:
     keep_STN: of each of T pictures the patches that S stages of a DynamicViT
@@ -272,7 +272,7 @@ class VLMOutput(LMOutput):
 class VLM(nn.Module):
   """Maps tokens and pictures to next-token logits or, given targets, the loss.
 
-  Collections and rng streams are those of `LanguageModel` and `ViT`.
+  Collections and rng streams are those of `LanguageModel` and of the tower.
   """
 
   config: VLMConfig

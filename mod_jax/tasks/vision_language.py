@@ -263,8 +263,13 @@ class VisionLanguage(Modality):
   def losses(self, output, batch):
     pairs, metric_sums = super().losses(output, batch)
     if output.keep_STN is not None:
-      targets = self.config.model.tower.targets
-      ratio = metric_sums['ratio'] = losses.ratio_loss(output.keep_STN, targets)
+      model = self.config.model
+      is_image_BL = batch['valid'] & (batch['kind'] == IMAGE)
+      pictures_B1 = is_image_BL.sum(-1, keepdims=True) // model.num_patches
+      is_shown_BI = jnp.arange(self.config.data.pictures) < pictures_B1
+      ratio = metric_sums['ratio'] = losses.ratio_loss(
+        *(output.keep_STN, model.tower.targets, is_shown_BI.reshape(-1))
+      )
       pairs.append((_RATIO * ratio[0], ratio[1]))
     return pairs, metric_sums
 

@@ -1,5 +1,6 @@
 """Evaluates a run, finished or still training."""
 
+import collections
 from collections.abc import Callable, Iterable
 import contextlib
 import dataclasses
@@ -23,6 +24,9 @@ from mod_jax.train import state as state_lib
 from mod_jax.train.task import Method, Study
 
 _METRICS = 'eval.json'
+# Programs of an evaluation that may wait for their devices. Batches take
+# memory, and simulated devices deadlock where more than 32 programs wait.
+_AHEAD = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,28 +122,24 @@ def held_out(
     shard_count=count,
   )
   sums = {prefix: {} for prefix in modes}
+  waiting = collections.deque()
 
-  def add(batch_sums):
-    for prefix, sums_of_mode in batch_sums.items():
-      sums_of_mode = metrics_lib.on_host(sums_of_mode)
-      sums[prefix] = sums_lib.add(sums[prefix], sums_of_mode)
+  def read_all_but(newest: int):
+    while len(waiting) > newest:
+      prefix, found = waiting.popleft()
+      sums[prefix] = sums_lib.add(sums[prefix], metrics_lib.on_host(found))
 
   key = jax.random.key(task.config.seed)
-  before = {}
   for i, batch in enumerate(stop_lib.each(held_out_batches)):
     batch = parallel.put_batch(batch, mesh)
     key_of_batch = jax.random.fold_in(key, i)
-    batch_sums = {
-      prefix: _eval_step(task)(
+    for prefix, mode in modes.items():
+      found = _eval_step(task)(
         params, model_state, batch, key_of_batch, mode=mode
       )
-      for prefix, mode in modes.items()
-    }
-    # Wait for the batch before, so that few programs wait at a time: several
-    # simulated devices deadlock at more than 32, and batches take memory.
-    add(before)
-    before = batch_sums
-  add(before)
+      waiting.append((prefix, found))
+      read_all_but(_AHEAD)
+  read_all_but(0)
   return task.finish_metrics(
     {
       prefix + name: value

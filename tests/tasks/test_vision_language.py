@@ -170,6 +170,20 @@ def test_ranks_are_of_the_language_model_with_its_pictures():
   assert 'model.language.routing.layers=' in study.text
 
 
+def test_places_without_a_picture_have_no_part_in_the_ratio():
+  config = config_lib.replace(
+    SCENES.get_config('tower_dynamic_tiny'), {'data.pictures': 2}
+  )
+  keep_STN = np.zeros((1, 4, 16), np.float32)  # Of two rows with two places.
+  keep_STN[0, 0, :12] = 1
+  output = types.SimpleNamespace(loss=(1.0, 1.0), keep_STN=keep_STN)
+  kind_BL = np.full((2, 20), KINDS.index('question'))
+  kind_BL[0, :8] = KINDS.index('image')  # One picture of eight patches.
+  batch = {'kind': kind_BL, 'valid': np.ones_like(kind_BL, bool)}
+  _, metric_sums = make_task(config).modality.losses(output, batch)
+  assert metric_sums['ratio'] == (0.25**2, 1)
+
+
 @pytest.mark.slow
 def test_a_tower_learns_to_keep_as_many_patches_as_it_should(
   tmp_path, on_one_device

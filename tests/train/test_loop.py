@@ -96,8 +96,8 @@ def test_what_a_run_leaves_behind(tmp_path, capsys, monkeypatch):
   assert 'step 8/8' in err
 
 
-def test_an_evaluation_is_at_most_one_batch_ahead(monkeypatch):
-  # Eight simulated devices deadlock where more than 32 programs wait.
+def test_an_evaluation_is_a_few_programs_ahead(monkeypatch):
+  # Eight simulated devices deadlock where more than 32 wait.
   events = []
   on_host = metrics_lib.on_host
 
@@ -115,12 +115,20 @@ def test_an_evaluation_is_at_most_one_batch_ahead(monkeypatch):
   monkeypatch.setattr(metrics_lib, 'on_host', read)
   monkeypatch.setattr(evaluation, '_eval_step', eval_step)
   batch = {'x': np.zeros((8, 8), np.float32)}
-  monkeypatch.setattr(Tiny, 'eval_batches', lambda *_, **__: [batch] * 4)
+  monkeypatch.setattr(Tiny, 'eval_batches', lambda *_, **__: [batch] * 3)
+  modes = {'': None, 'other/': None}
+  monkeypatch.setattr(Tiny, 'eval_modes', lambda *_, **__: modes)
   task = Tiny(tiny_config())
   mesh = parallel.make_mesh(task.config.mesh)
-  assert evaluation.held_out(task, {}, {}, mesh)['loss'] == 1.5
-  # The last one is of the sums, which `finalize` reads.
-  assert events == ['run', 'run', *['read', 'run'] * 2, *['read'] * 3]
+  found = evaluation.held_out(task, {}, {}, mesh)
+  assert found == {'loss': 1.5, 'other/loss': 1.5}
+  # The last two are of the sums, which `finalize` reads.
+  ahead = evaluation._AHEAD
+  assert events == [
+    *['run'] * (ahead + 1),
+    *['read', 'run'] * (6 - ahead - 1),
+    *['read'] * (ahead + 1 + 2),
+  ]
 
 
 def test_a_finished_run_stays_as_it_is(tmp_path, quiet):
