@@ -404,6 +404,30 @@ def method_pairs(found: Mapping[str, dict]) -> str:
   return markdown(['', 'over', 'at first, points', 'trained, points'], rows)
 
 
+def convergence(found: Mapping[str, dict]) -> str:
+  """Table of accuracies during further training, means over seeds.
+
+  A model is close to its best where it is within two points of it, as the paper
+  of A-MoD counts epochs.
+  """
+  models = by_model(found)
+  steps = next(iter(models[_TRAINED_ON].values()))['curve'].keys()
+  rows = []
+  for name, of_seed in models.items():
+    curves = [run['curve'] for run in of_seed.values()]
+    if curves[0].keys() != steps:  # It is trained in other phases.
+      continue
+    close = [
+      next(int(x) for x in steps if curve[x] >= max(curve.values()) - 0.02)
+      for curve in curves
+    ]
+    means = (np.mean([curve[x] for curve in curves]) for x in steps)
+    text = cell(spread(close), 1, 0)
+    rows.append([name, *(f'{100 * x:.1f}' for x in means), text])
+  header = ['right, % after steps', *steps]
+  return markdown([*header, 'steps until close to its best'], rows)
+
+
 def _paired(models, name: str, other: str, key: str = 'accuracy') -> str:
   """Returns the mean difference of accuracies by seed, and its 95% interval.
 

@@ -232,10 +232,8 @@ class Methods:
   def _tell(self, config: ExperimentConfig, metrics: dict) -> dict:
     """Returns the result of a run."""
     lines = metrics_lib.read(self._study.workdir(config.name))
-    before = [
-      x['accuracy'] for x in lines if x['kind'] == 'eval' and not x['step']
-    ]
-    result = {'before': before[0] if before else None}
+    curve = {x['step']: x['accuracy'] for x in lines if x['kind'] == 'eval'}
+    result = {'before': curve.get(0), 'curve': curve}
     result |= of_images(config, metrics)
     if 'mflops' in metrics:  # Each picture has its own.
       result['forward_flops'] = 1e6 * metrics['mflops']

@@ -232,6 +232,12 @@ def vit_clipart():
 
 
 @table
+def vit_clipart_convergence():
+  """How fast methods recover on clip art."""
+  return study_tables.convergence(studied('vit_clipart'))
+
+
+@table
 def vit_clipart_pairs():
   """Differences between methods, on Open Clip Art."""
   return study_tables.method_pairs(studied('vit_clipart'))
