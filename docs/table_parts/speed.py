@@ -122,13 +122,23 @@ def train_step_ratios():
 def train_step_parts():
   """Where the time of a training step goes."""
   parts = measured('train_step')['seconds_by_part']
-  total = {name: sum(seconds.values()) for name, seconds in parts.items()}
-  rows = [
-    [part]
-    + [f'{parts[name][part] / total[name]:.1%}' for name in ('dense', 'mod')]
-    for part in parts['dense']
-  ]
-  return markdown(['part of the step', 'dense', 'MoD'], rows)
+  return _parts({'dense': parts['dense'], 'MoD': parts['mod']})
+
+
+@table
+def vision_training_parts():
+  """Where the time of a training step of a vision transformer goes."""
+  parts = measured('vit_train_step')['seconds_by_part']
+  return _parts({'dense': parts['dense'], 'A-MoD 50%': parts['amod_50']})
+
+
+def _parts(seconds: dict[str, dict[str, float]]) -> str:
+  """Returns a table of shares of parts, by model."""
+  rows = []
+  for part in next(iter(seconds.values())):
+    shares = (of[part] / sum(of.values()) for of in seconds.values())
+    rows.append([part, *(f'{share:.1%}' for share in shares)])
+  return markdown(['part of the step', *seconds], rows)
 
 
 @table
