@@ -14,7 +14,9 @@ than routing does: see results/isoflop_laptop/REPRODUCTION.md.
 
 The learning rate falls with the width, and is the same for dense and routed
 models. The variant `tune` is the search for it, on dense models of two sizes.
-`tiny` is for tests: seconds, on bytes.
+`rows_of_128` asks the same question where four routed tokens of a row become
+sixteen: one budget, three sizes around each minimum, three seeds, and routers
+without an auxiliary loss; six hours. `tiny` is for tests: seconds, on bytes.
 """
 
 import dataclasses
@@ -122,6 +124,29 @@ def tune() -> SweepConfig:
   )
 
 
+def rows_of_128() -> SweepConfig:
+  """Returns a comparison at one higher budget, with four times the length."""
+  routing = dataclasses.replace(ROUTING, router_loss=0.0)
+  return config_lib.replace(
+    sweep(),
+    {
+      'name': 'laptop_rows_of_128',
+      'base.data.length': 128,
+      'base.train.batch_size': 32,
+      'base.evaluation.batch_size': 32,
+      'budgets': (1.2e14,),
+      'num_seeds': (3,),
+      'num_sizes': (3,),
+      'groups': (
+        dataclasses.replace(DENSE, shapes=shapes(4, 112, 128, 160)),
+        dataclasses.replace(
+          MOD, routing=routing, shapes=shapes(8, 96, 112, 144)
+        ),
+      ),
+    },
+  )
+
+
 def tiny() -> SweepConfig:
   """Returns a small version of the sweep, on bytes."""
   return config_lib.replace(
@@ -151,6 +176,11 @@ def tiny() -> SweepConfig:
   )
 
 
-VARIANTS = {'': sweep, 'tune': tune, 'tiny': tiny}
+VARIANTS = {
+  '': sweep,
+  'tune': tune,
+  'rows_of_128': rows_of_128,
+  'tiny': tiny,
+}
 
 get_config = config_lib.config_getter(VARIANTS)
