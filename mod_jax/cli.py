@@ -50,7 +50,7 @@ _OF_THE_SYSTEM = {
 
 # The errno in messages of TensorStore, which writes the checkpoints.
 _IN_TENSORSTORE = re.compile(r"\[os_error_code='(\d+)'\]")
-_OVERRIDE = re.compile(r'--?(no)?config\.([^=]+)(?:=(.*))?', re.DOTALL)
+_OVERRIDE = re.compile(r'--?config\.([^=]+)(?:=(.*))?', re.DOTALL)
 _overrides = []  # (path, text) of --config.PATH=TEXT, in order.
 
 _DISTRIBUTED = flags.DEFINE_bool(
@@ -383,10 +383,8 @@ def _take_overrides(argv):
     if match is None:
       remaining.append(argument)
       continue
-    negated, path, text = match.groups()
-    if negated:
-      text = 'false'
-    elif text is None:
+    path, text = match.groups()
+    if text is None:
       text = next(arguments, None)
     if text is None:
       raise UserError(f'{argument}: expected a value, as in {argument}=VALUE.')

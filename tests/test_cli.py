@@ -191,7 +191,6 @@ def test_bugs_keep_their_traceback(args, kind):
     (('--config=mine.py:tiny', '--workdir=w'), {'seed': 1}),
     ((*GIVEN, '--config.seed', '3'), {'seed': 3}),
     (('--config.seed=3', *GIVEN), {'seed': 3}),
-    ((*GIVEN, '--noconfig.model.tied_head'), {'model.tied_head': False}),
     ((*GIVEN, '--config.init=a/*'), {'init': 'a/*'}),
     (
       (*GIVEN, "--config.model.routing={'capacity': 0.5}"),
