@@ -27,6 +27,7 @@ from study import Study
 import study_tables
 
 from mod_jax import config as config_lib
+from mod_jax import viz
 from mod_jax.tasks.experiment import ExperimentConfig
 
 _STUDY = Study(__file__, 'runs/recovery')
@@ -110,6 +111,17 @@ def main(_):
   lines = _STUDY.results()
   print(study_tables.recovery(lines))
   print(study_tables.recovery_rates(lines))
+  figure = viz.seed_dots(
+    {
+      f'width {width}, rows of {length}': {
+        kind: [run['loss'] for run in runs] for kind, runs in arms.items()
+      }
+      for (width, length), arms in study_tables.recovery_arms(lines).items()
+    },
+    xlabel='held-out loss, nats per token (dots: seeds; bar: mean)',
+    title='What four more blocks are worth, routed and dense',
+  )
+  viz.save(figure, _STUDY.path('.png'))
 
 
 if __name__ == '__main__':

@@ -150,34 +150,44 @@ def recovery_name(
   return f'width {width}, rows of {length}, {kind}{rate}'
 
 
+def recovery_arms(found: Mapping[str, dict]) -> dict[tuple[int, int], dict]:
+  """Returns width, row length -> kind -> runs of the seeds that all kinds have.
+
+  Only plans with two such seeds or more.
+  """
+  models, plans = by_model(found), {}
+  for width, length in itertools.product((64, 96), (32, 128, 512)):
+    arms = {
+      kind: models.get(recovery_name(width, length, kind), {})
+      for kind in (FEW, ROUTED, MANY)
+    }
+    seeds = sorted(set.intersection(*map(set, arms.values())))
+    if len(seeds) > 1:
+      plans[width, length] = {
+        kind: [arm[seed] for seed in seeds] for kind, arm in arms.items()
+      }
+  return plans
+
+
 def recovery(found: Mapping[str, dict]) -> str:
   """Table of what routed blocks recover of the worth of dense ones.
 
   All columns are of the seeds that all three models have. Errors are standard
   errors over seeds, of pairs; that of the ratio is by linearisation.
   """
-  models = by_model(found)
   rows = []
-  for width, length in itertools.product((64, 96), (32, 128, 512)):
-    arms = [
-      models.get(recovery_name(width, length, kind), {})
-      for kind in (FEW, ROUTED, MANY)
-    ]
-    seeds = sorted(set.intersection(*map(set, arms)))
-    if len(seeds) < 2:
-      continue
+  for (width, length), arms in recovery_arms(found).items():
     few_S, many_S = (
-      np.array([arm[seed]['loss'] for seed in seeds])
-      for arm in (arms[0], arms[2])
+      np.array([run['loss'] for run in arms[kind]]) for kind in (FEW, MANY)
     )
-    few, routed, many = (arm[seeds[0]]['forward_flops'] for arm in arms)
-    row = [str(width), str(length), str(len(seeds))]
-    row += [over_seeds([arm[s] for s in seeds], 'loss') for arm in arms]
+    few, routed, many = (runs[0]['forward_flops'] for runs in arms.values())
+    row = [str(width), str(length), str(len(few_S))]
+    row += [over_seeds(runs, 'loss') for runs in arms.values()]
     gain_S = few_S - many_S
     row.append(f'{gain_S.mean():.3f} ± {_error(gain_S):.3f}')
     row.append(f'{(routed - few) / (many - few):.0%}')
     for rule in ('loss', 'threshold_rule'):
-      routed_S = np.array([arms[1][seed][rule] for seed in seeds])
+      routed_S = np.array([run[rule] for run in arms[ROUTED]])
       part = (few_S - routed_S).mean() / gain_S.mean()
       error = _error(few_S - routed_S - part * gain_S) / abs(gain_S.mean())
       row.append(f'{part:.0%} ± {error:.0%}')
