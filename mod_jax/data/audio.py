@@ -162,12 +162,10 @@ class Recordings:
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns a fingerprint of the recordings."""
-    return fingerprints.of_records(
-      [
-        {'wave': wave_T, 'labels': np.array(labels)}
-        for wave_T, labels in zip(self._waves, self.labels, strict=True)
-      ]
-    )
+    labels = [np.array(labels) for labels in self.labels]
+    return fingerprints.of_records(self._waves) | {
+      'labels': fingerprints.of_value(labels)
+    }
 
   def rows(
     self,

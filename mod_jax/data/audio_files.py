@@ -184,9 +184,16 @@ class _Line:
   sampling_rate: config_lib.Size | None = None
 
 
+def _lines(file) -> list[str]:
+  try:
+    # Not `splitlines`, which also cuts at characters that stand in texts.
+    return file.read_text('utf-8-sig').split('\n')
+  except UnicodeDecodeError as error:
+    raise UserError(f'{file} is not UTF-8 ({error}): save it so.') from error
+
+
 def _of_manifest(file):
-  lines = file.read_text(encoding='utf-8').splitlines()
-  for number, line in enumerate(lines, 1):
+  for number, line in enumerate(_lines(file), 1):
     if not line.strip():
       continue
     where = f'{file}, line {number}'
@@ -203,18 +210,19 @@ def _of_manifest(file):
 
 
 def _of_table(file):
-  with file.open(encoding='utf-8', newline='') as lines:
-    table = csv.DictReader(lines, delimiter='\t', quoting=csv.QUOTE_NONE)
-    if not {'path', 'sentence'} <= set(table.fieldnames or ()):
-      raise UserError(f'{file}: expected the columns path and sentence.')
-    for row in table:
-      yield Recording(
-        row['path'], file.parent / 'clips' / row['path'], row['sentence']
-      )
+  table = csv.DictReader(
+    _lines(file), restval='', delimiter='\t', quoting=csv.QUOTE_NONE
+  )
+  if not {'path', 'sentence'} <= set(table.fieldnames or ()):
+    raise UserError(f'{file}: expected the columns path and sentence.')
+  for row in table:
+    yield Recording(
+      row['path'], file.parent / 'clips' / row['path'], row['sentence']
+    )
 
 
 def _of_librispeech(file):
-  for line in file.read_text(encoding='utf-8').splitlines():
+  for line in _lines(file):
     name, _, text = line.partition(' ')
     flac, wav = (file.parent / f'{name}.{x}' for x in ('flac', 'wav'))
     if name:

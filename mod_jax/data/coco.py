@@ -104,12 +104,11 @@ class Coco:
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns a fingerprint of names and objects; reads no pictures."""
-    return fingerprints.of_records(
-      [
-        (self.name(i), x.label_N.tolist(), x.box_N4.tolist())
-        for i, x in enumerate(self._objects)
-      ]
-    )
+    objects = [
+      (self.name(i), x.label_N.tolist(), x.box_N4.tolist())
+      for i, x in enumerate(self._objects)
+    ]
+    return {'count': len(objects), 'objects': fingerprints.of_value(objects)}
 
   def _fault(self, what: str) -> errors.UserError:
     return errors.UserError(

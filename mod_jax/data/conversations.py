@@ -444,7 +444,7 @@ def _read_table(file: pathlib.Path) -> Iterator[_Example]:
   else:
     try:
       # Not `splitlines`, which also cuts at characters that stand in texts.
-      lines = file.read_text('utf-8').split('\n')
+      lines = file.read_text('utf-8-sig').split('\n')
       reader = csv.DictReader(lines, delimiter='\t', quoting=csv.QUOTE_NONE)
       names, rows = reader.fieldnames or [], list(reader)
     except (OSError, ValueError, csv.Error) as error:

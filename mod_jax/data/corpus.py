@@ -8,7 +8,6 @@ mounted.
 import collections
 from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
-import functools
 import hashlib
 import os
 import sysconfig
@@ -138,37 +137,30 @@ def without_copies(
 ) -> list[TextFile]:
   """Returns the files except copies of `others`; None: of earlier ones.
 
-  Only files of equal size are read, and beyond the first 64 KiB only if those
-  are equal.
+  Only files of equal size are read.
   """
-  digest = functools.cache(_digest)
+  sizes = collections.Counter(f.size for f in (*files, *(others or ())))
 
-  def same(f: TextFile, g: TextFile) -> bool:
-    return os.path.realpath(f.path) == os.path.realpath(g.path) or (
-      digest(f, 2**16) == digest(g, 2**16)
-      and (f.size <= 2**16 or digest(f, None) == digest(g, None))
-    )
+  def content(f: TextFile):
+    return f.size, whole_hash(f.path) if sizes[f.size] > 1 else ''
 
-  by_size = collections.defaultdict(list)
-  for f in others or ():
-    by_size[f.size].append(f)
+  seen = set(map(content, others or ()))
   kept = []
   for f in files:
-    if not any(same(f, g) for g in by_size[f.size]):
+    if (found := content(f)) not in seen:
       kept.append(f)
       if others is None:
-        by_size[f.size].append(f)
+        seen.add(found)
   return kept
 
 
-def _digest(f: TextFile, limit: int | None) -> bytes:
+def whole_hash(path: str) -> str:
+  """Returns the SHA-256 of a file."""
   try:
-    with open(f.path, 'rb') as stream:
-      if limit is not None:
-        return hashlib.sha256(stream.read(limit)).digest()
-      return hashlib.file_digest(stream, 'sha256').digest()
+    with open(path, 'rb') as file:
+      return hashlib.file_digest(file, 'sha256').hexdigest()
   except OSError as e:
-    raise cannot_read(f.path, e) from e
+    raise cannot_read(path, e) from e
 
 
 def cannot_read(path: str, error: OSError) -> errors.UserError:

@@ -5,7 +5,7 @@ stored: names, sizes and hashes of the content. Of large data a fixed sample is
 read; a change outside of the sample that keeps all sizes is not detected.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 import hashlib
 import json
@@ -23,15 +23,6 @@ _RECORDS = 16  # Records that are read from a data set.
 _THREADS = 16  # Hides the latency of network file systems.
 _MAX_NAMED = 3  # Files that a message names; it only counts the rest.
 _GROUPS = {'train': 'training', 'held_out': 'held-out'}
-
-
-def of_splits(config, open_split: Callable[[str], Any]) -> dict[str, Any]:
-  """Returns the fingerprint of the two splits of a data config."""
-  return {
-    'source': config.source,
-    'train': open_split('train').fingerprint(),
-    'held_out': open_split('eval').fingerprint(),
-  }
 
 
 def of_files(files: Sequence[tuple[str, str]]) -> dict[str, Any]:

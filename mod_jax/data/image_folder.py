@@ -113,11 +113,6 @@ def decode(
     ) from e
 
 
-def class_names(path: str) -> tuple[str, ...]:
-  """Returns the sorted names of the class folders; opens no file."""
-  return _layout(path)[2]
-
-
 def open_split(
   path: str, split: str, *, eval_fraction: float, unreadable: str
 ) -> FolderImages:

@@ -242,15 +242,7 @@ class ImageDataConfig:
 
 def class_names(config: ImageDataConfig) -> tuple[str, ...]:
   """Returns the names of the classes in the order of labels."""
-  if config.source == 'digits':
-    return digits.CLASSES
-  if config.source == 'scenes':
-    return config.scenes.classes
-  if config.multi_label:
-    return label_table.class_names(config.path, config.label_table)
-  if config.source == 'folder':
-    return image_folder.class_names(config.path)
-  return tfds_images.class_names(config.name, data_dir=config.data_dir or None)
+  return open_split(config, 'eval').class_names
 
 
 def open_split(config: ImageDataConfig, split: Literal['train', 'eval']):

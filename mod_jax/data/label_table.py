@@ -27,11 +27,6 @@ _SPLIT = 'split'  # The column that tells training from held-out pictures.
 _FLAGS = {'0': False, '': False, '1': True}
 
 
-def class_names(path: str, table: str) -> tuple[str, ...]:
-  """Returns the labels: sorted those of lists, in their order the columns."""
-  return _read(path, table)[0]
-
-
 def open_split(
   path: str, table: str, split: str, *, eval_fraction: float, unreadable: str
 ) -> image_folder.FolderImages:
@@ -39,13 +34,10 @@ def open_split(
 
   Headers of the files are checked as by `image_folder.open_split`.
   """
-  classes, names, labels, splits = _read(path, table)
+  paths.require_local(path, 'path')
   root = os.path.abspath(os.path.expanduser(path))
-  good = image_folder.readable(root, names, unreadable)
-  names, labels = [names[i] for i in good], labels[good]
-  if splits is not None:
-    held_out = splits[good]
-  else:
+  classes, names, labels, held_out = _read(root, table, unreadable)
+  if held_out is None:
     held_out = image_folder.held_out(names, _rarest(labels), eval_fraction)
   for of, chosen in (('train on', ~held_out), ('hold out', held_out)):
     if not chosen.any():
@@ -73,9 +65,8 @@ def _rarest(labels: np.ndarray) -> np.ndarray:
   return np.where(labels.any(axis=1), count.argmin(axis=1), labels.shape[1])
 
 
-def _read(path: str, table: str):
-  paths.require_local(path, 'path')
-  file = os.path.join(os.path.expanduser(path), os.path.expanduser(table))
+def _read(root: str, table: str, unreadable: str):
+  file = os.path.join(root, os.path.expanduser(table))
   try:
     modified = os.stat(file).st_mtime_ns
   except OSError as e:
@@ -83,13 +74,22 @@ def _read(path: str, table: str):
       f'label_table={table!r} is not there ({file!r}: {e.strerror}): give a CSV'
       ' file, by its path from the folder or from /'
     ) from e
-  return _parse(file, modified)
+  return _readable(root, file, modified, unreadable)
 
 
+# Cached, since every evaluation calls it and it opens every file.
 @functools.lru_cache(maxsize=8)
-def _parse(file: str, modified: int):
-  """Returns labels, names, bool [N, V], and which are held out or None."""
+def _readable(root: str, file: str, modified: int, unreadable: str):
+  """Returns what `_parse` does, without files that are no pictures."""
   del modified  # A table that has changed is read again.
+  classes, names, labels, splits = _parse(file)
+  good = image_folder.readable(root, names, unreadable)
+  splits = None if splits is None else splits[good]
+  return classes, [names[i] for i in good], labels[good], splits
+
+
+def _parse(file: str):
+  """Returns labels, names, bool [N, V], and which are held out or None."""
 
   def refuse(line, problem):
     raise errors.UserError(f'{file!r}, line {line}: {problem}')
@@ -103,8 +103,10 @@ def _parse(file: str, modified: int):
     ) from e
   header, *rows = rows or [[]]
   header = [title.strip() for title in header]
-  if len(header) < 2 or not rows:
+  if not {*header[1:]} - {_SPLIT} or not rows:
     refuse(1, 'expected a header, `file` and labels, and a row per picture')
+  if len(set(header)) < len(header):
+    refuse(1, f'expected each title once, and there are {", ".join(header)}')
   for line, row in enumerate(rows, 2):
     if len(row) != len(header):
       refuse(line, f'{len(row)} cells, where the header has {len(header)}')
@@ -137,7 +139,7 @@ def _parse(file: str, modified: int):
     {item.strip() for item in re.split('[;|,]', cell)} - {''} for cell in cells
   ]
   classes = tuple(sorted(set().union(*lists)))
-  if len(classes) < 2:
+  if len(classes) < 2 or set(classes) <= set(_FLAGS):
     refuse(1, f'expected two labels or more, and there is {classes or "none"}')
   labels = np.array([[name in items for name in classes] for items in lists])
   return classes, names, labels, splits

@@ -279,7 +279,7 @@ def _write_shard(config, job: tuple[str, Part]) -> dict[str, Any]:
     'tokens': shard.tokens,
     'documents': shard.documents,
     'bytes': num_bytes,
-    'sha256': prepared.whole_hash(path),
+    'sha256': corpus.whole_hash(path),
   }
 
 

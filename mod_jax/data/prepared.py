@@ -15,7 +15,6 @@ depend on how the corpus was cut into shards.
 
 from collections.abc import Iterable
 import functools
-import hashlib
 import json
 import os
 import pathlib
@@ -23,8 +22,8 @@ import threading
 from typing import Any
 
 from mod_jax import errors, paths
+from mod_jax.data import corpus, shards, tokenizers
 from mod_jax.data import fingerprint as fingerprints
-from mod_jax.data import shards, tokenizers
 
 GROUPS = ('train', 'held_out')
 _INDEX = 'index.json'
@@ -114,12 +113,6 @@ def fingerprint(path: str, group: str) -> dict[str, Any]:
   return current
 
 
-def whole_hash(path: str) -> str:
-  """Returns the SHA-256 of a file."""
-  with open(path, 'rb') as file:
-    return hashlib.file_digest(file, 'sha256').hexdigest()
-
-
 def check(path: str, group: str) -> None:
   """Compares all shards of a group with their hashes, byte for byte."""
   fingerprint(path, group)
@@ -148,11 +141,11 @@ class _WholeCheck(threading.Thread):
   def run(self):
     for path, digest in self._hashes:
       try:
-        if whole_hash(path) == digest:
+        if corpus.whole_hash(path) == digest:
           continue
         reason = 'its SHA-256 is not the one in the index'
-      except OSError as e:
-        reason = str(e.strerror)
+      except errors.UserError as e:
+        reason = str(e)
       self._damage = (
         f'{path!r} is not as it was prepared ({reason}): restore it from a '
         'copy, or prepare the corpus again'
@@ -162,6 +155,7 @@ class _WholeCheck(threading.Thread):
   def check(self) -> None:
     """Raises errors.UserError if there is damage so far."""
     if self._damage:
+      _begin_check.cache_clear()  # A corpus that was restored is checked anew.
       raise errors.UserError(self._damage)
 
 

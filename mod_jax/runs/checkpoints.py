@@ -10,10 +10,6 @@ every visible checkpoint is complete and can be checked for damage later.
 checkpoint lacks the file `commit_success.txt`.) Nothing in it depends on the
 number of hosts: position and arrays are those of the whole run.
 
-A killed save never leaves a checkpoint without a manifest; somebody must have
-deleted it. Such a checkpoint cannot be verified, so it is used only if no other
-is usable, and with a warning.
-
 This uses Orbax's stable API. The `Checkpointer` of its v1, still experimental
 in orbax-checkpoint 0.12.8, deletes old checkpoints in place, so that a kill
 leaves an incomplete one under a valid name, and offers no hook before the
@@ -332,9 +328,7 @@ def steps(directory) -> list[int]:
 def peek(directory, step: int) -> Restored | None:
   """Returns a checkpoint without arrays, unverified; None if unreadable."""
   try:
-    return _Saved(
-      paths.absolute(directory) / str(step), has_manifest=False
-    ).header
+    return _Saved(paths.absolute(directory) / str(step)).header
   except (OSError, ValueError, KeyError, TypeError):
     return None
 
@@ -348,7 +342,6 @@ class _Saved:
   """A checkpoint on disk."""
 
   directory: epath.Path
-  has_manifest: bool
 
   @functools.cached_property
   def metadata(self) -> dict[str, Any]:
@@ -367,7 +360,7 @@ class _Saved:
 
   def verify(self) -> None:
     """Checks the files, and that they are of this step."""
-    if self.has_manifest and (problem := _damage(self.directory)):
+    if problem := _damage(self.directory):
       raise _Unusable(problem)
     if (step := self.metadata.get(_STEP)) != int(self.directory.name):
       raise _Unusable(f'it was saved at step {step}')
@@ -450,29 +443,20 @@ def _restore_beside(directory, load, step=None):
 
 
 def _restore_newest(directory, steps, load):
-  """Loads the newest usable checkpoint; those without manifest come last.
+  """Loads the newest usable checkpoint.
 
   Returns the result of `load`, None without any steps, and the unusable steps.
   """
-  manifests = _on_all_hosts(
-    [(directory / str(step) / checksums.MANIFEST).exists() for step in steps]
-  )
   unusable = {}
-  for has_manifest, step in sorted(zip(manifests, steps, strict=True))[::-1]:
-    saved = _Saved(directory / str(step), has_manifest)
+  for step in reversed(steps):
+    saved = _Saved(directory / str(step))
     try:
       saved.verify()
+      # Its files are undamaged: where this fails, another one would, too.
       restored = load(saved)
       break
     except _Unusable as e:
       unusable[step] = str(e)
-    except (UserError, MemoryError):
-      raise
-    except Exception as e:
-      if has_manifest:
-        # Its files are undamaged: another checkpoint would fail, too.
-        raise
-      unusable[step] = f'it cannot be read: {_one_line(e)}'
   else:
     if not unusable:
       return None, []
@@ -481,16 +465,6 @@ def _restore_newest(directory, steps, load):
       f'no checkpoint in {directory} is usable ({reasons}): restore them from '
       'a copy, or delete the directory to start afresh'
     )
-  missing = f'its {checksums.MANIFEST} is missing, so nothing vouches for it'
-  if not has_manifest:
-    logging.warning(
-      'the checkpoint at step %d in %s is used, since there is no better one:'
-      ' %s.',
-      *(step, directory, missing),
-    )
-  for newer in steps:
-    if newer > step:
-      unusable.setdefault(newer, missing)
   for failed, why in unusable.items():
     logging.warning(
       'the checkpoint at step %d in %s is unusable (%s): using the one at step'
@@ -510,17 +484,11 @@ def _damage(directory) -> str | None:
     problem = checksums.damage(directory)
   except OSError as e:
     problem = _one_line(e)
-  if not _on_all_hosts([problem is None])[0]:
-    return problem or 'another host found it damaged'
-  return None
-
-
-def _on_all_hosts(answers: list[bool]) -> list[bool]:
-  """Returns which answers are yes on all hosts."""
-  if jax.process_count() == 1:
-    return answers
-  of_hosts = multihost_utils.process_allgather(np.array(answers, bool))
-  return of_hosts.all(axis=0).tolist()
+  if jax.process_count() > 1:
+    whole = multihost_utils.process_allgather(np.array(problem is None))
+    if not whole.all():
+      return problem or 'another host found it damaged'
+  return problem
 
 
 @contextlib.contextmanager

@@ -48,6 +48,8 @@ def damage(directory) -> str | None:
   """
   try:
     manifest = dict(json.loads((directory / MANIFEST).read_text()))
+  except (FileNotFoundError, NotADirectoryError):
+    return f'its {MANIFEST} is missing, so nothing vouches for it'
   except (ValueError, TypeError, RecursionError):
     return f'{MANIFEST} is damaged'
   present = set(_item_files(directory))

@@ -97,6 +97,9 @@ class Language(Modality):
   def rows_per_epoch(self):
     return text.num_train_tokens(self._data) // self.config.data.length
 
+  def data_summary(self):
+    return ''  # What there is, is counted in tokens.
+
   def batch_shapes(self):
     shape = (self.config.train.batch_size, self.config.data.length)
     dtypes = {'tokens': 'int32', 'targets': 'int32', 'weights': 'float32'}

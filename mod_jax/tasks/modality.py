@@ -67,9 +67,24 @@ class Modality(Data):
   def endless(self, **kwargs):
     """Returns an endless iterator; keywords as of `data.batches`."""
 
-  @abc.abstractmethod
+  def split(self, name: str):
+    """Returns 'train' or 'eval': its length is in rows; `fingerprint()`."""
+    raise NotImplementedError  # Where the three methods below are replaced.
+
   def rows_per_epoch(self) -> int:
     """Returns the number of rows in the training data."""
+    return len(self.split('train'))
+
+  def data_fingerprint(self):
+    return {
+      'source': self.config.data.source,
+      'train': self.split('train').fingerprint(),
+      'held_out': self.split('eval').fingerprint(),
+    }
+
+  def data_summary(self):
+    train, held_out = (len(self.split(name)) for name in ('train', 'eval'))
+    return f'{train:,} {self.row} for training, {held_out:,} held out'
 
   # Model inputs, losses and metrics of a batch.
 

@@ -5,7 +5,6 @@ import json
 import types
 
 from mod_jax import flops
-from mod_jax.data import fingerprint as fingerprints
 from mod_jax.pretrained import source as source_lib
 from mod_jax.tasks.modality import Modality, table
 
@@ -33,7 +32,7 @@ class Pictures(Modality):
     # The training images may be missing where the model is used later.
     return {source_lib.CLASSES: json.dumps(self.classes, indent=1)}
 
-  def _split(self, name):
+  def split(self, name):
     return self.reader.open_split(self.config.data, name)
 
   def endless(self, **kwargs):
@@ -42,20 +41,10 @@ class Pictures(Modality):
   def eval_batches(self, **kwargs):
     return self.reader.eval_batches(self.config.data, **kwargs)
 
-  def data_fingerprint(self):
-    return fingerprints.of_splits(self.config.data, self._split)
-
-  def rows_per_epoch(self):
-    return len(self._split('train'))
-
   def data_summary(self):
-    held_out = len(self._split('eval'))
     classes = [name for name in self.classes if name]
     shown = ', '.join(classes[:_NAMED]) + ', …' * (len(classes) > _NAMED)
-    return (
-      f'{self.rows_per_epoch():,} images for training, {held_out:,} held out,'
-      f' {len(classes)} classes: {shown}'
-    )
+    return f'{super().data_summary()}, {len(classes)} classes: {shown}'
 
   @property
   def tokens_per_step(self):

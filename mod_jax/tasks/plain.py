@@ -317,6 +317,7 @@ def at_floor(model, floor: float):
   """Returns the model's config with no capacity lower than `floor`."""
   if not floor:
     return model
+  floor = max(floor, model.routing.capacity_floor)
   routed = dataclasses.replace(model.routing, capacity_floor=floor)
   return model.with_parts(routing=routed)
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from mod_jax import errors, flops, losses, viz
 from mod_jax.data import audio, audio_files, characters
-from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data.characters import Characters
 from mod_jax.layers import lora
 from mod_jax.layers import stack as stack_lib
@@ -55,8 +54,8 @@ class Speech(Modality):
 
   # A task lives as long as the process, so that keeping it does no harm.
   @functools.cache  # noqa: B019
-  def _recordings(self, split) -> audio.Recordings:
-    return audio.Recordings(self.config.data, split, self.vocabulary)
+  def split(self, name) -> audio.Recordings:
+    return audio.Recordings(self.config.data, name, self.vocabulary)
 
   def check(self):
     size = self.config.model.vocab_size
@@ -70,18 +69,11 @@ class Speech(Modality):
     return {characters.VOCABULARY: self.vocabulary.to_json()}
 
   def endless(self, **kwargs):
-    recordings = self._recordings('train')
+    recordings = self.split('train')
     return audio.train_iterator(recordings, self._frames, **kwargs)
 
-  def rows_per_epoch(self):
-    return len(self._recordings('train'))
-
   def data_summary(self):
-    counts = [len(self._recordings(split)) for split in ('train', 'eval')]
-    return (
-      f'{counts[0]:,} recordings for training, {counts[1]:,} held out,'
-      f' {len(self.vocabulary)} characters'
-    )
+    return f'{super().data_summary()}, {len(self.vocabulary)} characters'
 
   def batch_shapes(self):
     """Of the longest bucket, and of as many characters as it has frames.
@@ -101,10 +93,7 @@ class Speech(Modality):
     }
 
   def eval_batches(self, **kwargs):
-    return audio.eval_batches(self._recordings('eval'), self._frames, **kwargs)
-
-  def data_fingerprint(self):
-    return fingerprints.of_splits(self.config.data, self._recordings)
+    return audio.eval_batches(self.split('eval'), self._frames, **kwargs)
 
   @property
   def tokens_per_step(self):

@@ -11,7 +11,6 @@ import numpy as np
 from mod_jax import errors, flops, losses, viz
 from mod_jax.data import batches, tokenizers
 from mod_jax.data import conversations as data_lib
-from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data import images as images_lib
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.token_info import IMAGE, KINDS
@@ -194,11 +193,11 @@ class VisionLanguage(Modality):
       'weight': np.float32(real),
     }
 
-  def _split(self, name):
+  def split(self, name):
     return data_lib.open_split(self.config.data, name)
 
   def endless(self, **kwargs):
-    source = self._split('train')
+    source = self.split('train')
     make_row = functools.partial(self._train_row, source)
     workers = self.config.data.workers
     return batches.endless(
@@ -206,20 +205,10 @@ class VisionLanguage(Modality):
     )
 
   def eval_batches(self, **kwargs):
-    source = self._split('eval')
+    source = self.split('eval')
     make_row = functools.partial(self._eval_row, source)
     workers = self.config.data.workers
     return batches.held_out(make_row, len(source), workers, **kwargs)
-
-  def rows_per_epoch(self):
-    return len(self._split('train'))
-
-  def data_summary(self):
-    held_out = len(self._split('eval'))
-    return (
-      f'{self.rows_per_epoch():,} conversations for training, {held_out:,} held'
-      ' out'
-    )
 
   def batch_shapes(self):
     rows, data = self.config.train.batch_size, self.config.data
@@ -238,9 +227,8 @@ class VisionLanguage(Modality):
     }
 
   def data_fingerprint(self):
-    return fingerprints.of_splits(self.config.data, self._split) | {
-      'tokenizer': self.tokenizer.fingerprint
-    }
+    fingerprint = self.tokenizer.fingerprint
+    return super().data_fingerprint() | {'tokenizer': fingerprint}
 
   @property
   def tokens_per_step(self):
@@ -484,7 +472,7 @@ class VisionLanguage(Modality):
     model = self.config.model
     if len(model.rules) == 1:  # No causal rule was trained.
       return
-    source = self._split('eval')
+    source = self.split('eval')
     asked = [source.load(i) for i in range(min(_SHOWN, len(source)))]
     # The first question of each, with its own pictures alone.
     questions = [x.turns[0][0] for x in asked]

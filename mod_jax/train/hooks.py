@@ -119,7 +119,8 @@ class Evaluate(Hook):
   """Evaluates on held-out data every few steps and at the end.
 
   Also at the begin: the weights of `config.init`, on as much data as at the
-  end; or what an interruption of the run prevented.
+  end; or what an interruption of the run prevented. Where the best checkpoint
+  is kept, the last step is evaluated as those before it were, too.
   """
 
   def __init__(self, run: Run, log: Log):
@@ -158,7 +159,9 @@ class Evaluate(Hook):
   def _due(self, step):
     num_steps = self.run.config.train.num_steps
     every = self.run.config.evaluation.every
-    if not every or step >= num_steps:
+    if step == num_steps:
+      return self.run.config.checkpoint.best is not None
+    if not every:
       return False
     # A fraction of less than a step is no 0, which stands for none.
     return step % max(1, config_lib.steps_of(every, num_steps)) == 0
@@ -248,11 +251,11 @@ class Judge(Hook):
       return
     run = self.run
     # The weights at `init`, at step 0, are no checkpoint of this run.
-    lines = {
-      line['step']: line
-      for line in metrics_lib.read(run.workdir)
-      if line['kind'] == 'eval' and 0 < line['step'] <= step
-    }
+    lines = {}
+    for line in metrics_lib.read(run.workdir):
+      if line['kind'] == 'eval' and 0 < line['step'] <= step:
+        # A second one of the same step is of the end, on other batches.
+        lines.setdefault(line['step'], line)
     if step and self.evaluate.step == step:  # Only the first host writes.
       lines[step] = self.evaluate.metrics
     for at in sorted(lines):
@@ -277,8 +280,6 @@ class Judge(Hook):
   def finish(self, step, state):
     if self.metric is None:
       return
-    if self._judge(step, self._known()):
-      self._keep()
     if self.ended:
       self.run.progress.message(
         f'ends early, at step {step}: no better {self.metric} in'

@@ -100,6 +100,38 @@ def test_folders(layout, tmp_path):
     np.testing.assert_array_equal(recordings.bucket_N, [0, 0])
 
 
+def test_changed_words_are_noticed(tmp_path):
+  config = AudioDataConfig(source='folder', path=str(tmp_path), rate=RATE)
+  prints = []
+  for i in range(40):
+    audio_files.write(tmp_path / f'{i}.wav', tone(), RATE)
+  for word in ('ab', 'ba'):
+    texts = [word, *['ab'] * 39]
+    lines = [{'audio': f'{i}.wav', 'text': x} for i, x in enumerate(texts)]
+    for part in ('train', 'eval'):
+      (tmp_path / f'{part}.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+    recordings = audio.Recordings(config, 'train', Characters.of_texts(['ab']))
+    prints.append(recordings.fingerprint())
+  assert prints[0] != prints[1]
+
+
+def test_lists_as_others_save_them(tmp_path):
+  file = tmp_path / 'train.jsonl'
+  # A mark of the byte order, and what JSON allows in a line.
+  row = {'audio': '0.wav', 'text': 'a\u2028b'}
+  file.write_text(json.dumps(row, ensure_ascii=False), 'utf-8-sig')
+  (listed,) = audio_files._of_manifest(file)
+  assert listed.text == row['text']
+  # A row that ends before its sentence has none.
+  file.write_text('path\tsentence\n0.wav\n', 'utf-8-sig')
+  (listed,) = audio_files._of_table(file)
+  assert (listed.name, listed.text) == ('0.wav', '')
+  file.write_bytes('path\tsentence\n0.wav\tä\n'.encode('latin-1'))
+  for read in (audio_files._of_manifest, audio_files._of_table):
+    with pytest.raises(UserError, match=r'train\.jsonl is not UTF-8'):
+      list(read(file))
+
+
 def test_bad_rows_are_left_out_and_the_others_unharmed(tmp_path, caplog):
   rows = {
     'good.wav': ('abba', tone()),

@@ -64,6 +64,14 @@ def test_objects_are_fractions_of_their_picture(tmp_path):
   assert not len(nothing.label_N)  # A picture of nothing remains.
 
 
+def test_a_changed_box_is_noticed(tmp_path):
+  before = coco.Coco(write(tmp_path), 'train').fingerprint()
+  assert coco.Coco(write(tmp_path), 'train').fingerprint() == before
+  data = copy.deepcopy(DATA)
+  data['annotations'][0]['bbox'][2] += 1
+  assert coco.Coco(write(tmp_path, data), 'train').fingerprint() != before
+
+
 def test_batches_are_padded_and_count_each_picture_once(tmp_path):
   (batch,) = detection.eval_batches(config(write(tmp_path)), batch_size=3)
   assert batch['weight'].tolist() == [1, 1, 0]

@@ -166,7 +166,8 @@ def test_a_table_is_read(tmp_path, kind):
   images, questions, answers = map(list, zip(*rows, strict=True))
   if kind == 'tsv':
     path = tmp_path / 'data.tsv'
-    path.write_text(TABLE + ''.join('\t'.join((*x, '?')) + '\n' for x in rows))
+    text = TABLE + ''.join('\t'.join((*x, '?')) + '\n' for x in rows)
+    path.write_text(text, 'utf-8-sig')  # As spreadsheets begin a file.
   else:
     path = tmp_path / 'data.parquet'
     if kind != 'names':

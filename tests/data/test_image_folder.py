@@ -101,7 +101,7 @@ def test_extreme_fractions_leave_something_on_each_side(tmp_path):
 
 
 def test_a_class_may_be_called_train(tmp_path):
-  write(tmp_path, 'train/1.png', 'car/1.png')
+  write(tmp_path, *(f'{c}/{i}.png' for c in ('train', 'car') for i in (1, 2)))
   assert images.class_names(config(tmp_path)) == ('car', 'train')
 
 

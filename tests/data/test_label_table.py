@@ -158,6 +158,9 @@ def test_balanced_draws_of_labels(folder):
   [
     ('', 'line 1: expected a header'),
     ('file,tags\n', 'line 1: expected a header'),
+    ('file,split\na.png,train\n', 'line 1: expected a header'),
+    ('file,cat,cat\na.png,1,0\n', 'line 1: expected each title once'),
+    ('file,cat\na.png,1\nb.png,0\n', "two labels or more, and there is ('0'"),
     ('file,tags\na.png,cat,dog\n', 'line 2: 3 cells, where the header has 2'),
     (COLUMNS.replace('b.png', 'a.png'), "line 3: 'a.png' stands above already"),
     (COLUMNS.replace('test', 'later'), "line 6: split='later': expected one"),

@@ -132,7 +132,7 @@ CHECKPOINT = [
   (MANIFEST, becomes(NESTED), 'manifest.json is damaged'),
   (MANIFEST, directory, 'Is a directory'),
   (NEWEST, becomes(b'x'), 'nothing vouches for it'),
-  (NEWEST, loop, 'nothing vouches for it'),
+  (NEWEST, loop, 'Too many levels'),
   (NEWEST, like_the_one_before, 'it was saved at step 2'),
 ]
 

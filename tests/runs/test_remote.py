@@ -302,7 +302,7 @@ def test_what_must_be_elsewhere(texts, monkeypatch):
     ('s3://b/x: runs live in', lambda: phases.train(config, 's3://b/x')),
     (f"files='{url}.* is a URL", lambda: corpus.list_files(f'{url}/*.txt')),
     (f"dir='{url}.* is a URL", lambda: TextDataConfig(cache_dir=url)),
-    (f"path='{url}.* is a URL", lambda: image_folder.class_names(url)),
+    (f"path='{url}.* is a URL", lambda: image_folder._layout(url)),
     (
       'copy it here first',
       lambda: workdir_lib.find('gs://bucket/weights/vit.safetensors'),

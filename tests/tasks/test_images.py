@@ -27,7 +27,7 @@ from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig, resize_positions
 from mod_jax.runs import metrics as metrics_lib
-from mod_jax.tasks import make_task, phases, warm_start
+from mod_jax.tasks import make_task, phases, plain, warm_start
 from mod_jax.tasks.experiment import PruningObjective
 from mod_jax.train import evaluation, loop
 
@@ -175,6 +175,11 @@ class TestImageLoss:
     later, _ = loss_of(task, params, {}, batch)
     assert first == pytest.approx(float(dense), rel=1e-6)
     assert abs(later - dense) > 1e-4
+
+  def test_warm_up_keeps_to_the_floor_of_the_model(self):
+    routing = dataclasses.replace(AMOD.routing, capacity_floor=0.75)
+    model = AMOD.with_parts(routing=routing)
+    assert plain.at_floor(model, 0.5) == model
 
 
 @functools.cache

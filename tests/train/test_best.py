@@ -213,3 +213,18 @@ def test_an_early_stop_needs_evaluations_of_a_metric(changes, said):
 def test_a_fraction_of_less_than_a_step_ends_early_too(tmp_path):
   config = make_config(**{'train.early_stop': 2, 'evaluation.every': 0.01})
   assert train(config, tmp_path).step == PEAK + 2  # Evaluated at each step.
+
+
+def test_the_last_step_is_judged_on_as_many_batches_as_others(
+  tmp_path, monkeypatch
+):
+  held_out = evaluation.held_out
+
+  def more_on_more(*args, batches=None, **kwargs):
+    metrics = held_out(*args, batches=batches, **kwargs)
+    return metrics | {'accuracy': metrics['accuracy'] + (batches or 1)}
+
+  monkeypatch.setattr(hooks.evaluation, 'held_out', more_on_more)
+  changes = {'evaluation.batches': 1, 'evaluation.final_batches': 2}
+  train(make_config(**changes), tmp_path)
+  assert json.loads((tmp_path / 'best.json').read_text())['step'] == PEAK
