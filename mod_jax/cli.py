@@ -343,7 +343,8 @@ def config_file(file) -> pathlib.Path:
   }
   if name in installed:
     return installed[name]
-  near = config_lib.nearest(path, [*path.parent.glob('*.py'), *installed])
+  files = [*path.parent.glob('*.py'), *installed]
+  near = config_lib.nearest(path, files, os.path.basename)
   raise UserError(
     f'--config={file}: there is no file {name!r}.{near} mod_jax comes with'
     f' {", ".join(installed)}.'

@@ -112,10 +112,13 @@ def steps_of(part, num_steps):
   return min(round(part * num_steps), num_steps - 1)
 
 
-def nearest(name, choices):
-  """Returns ` Did you mean 'x'?` for the closest choice, or an empty string."""
-  lowered = {str(choice).lower(): str(choice) for choice in choices}
-  match = difflib.get_close_matches(str(name).lower(), lowered, n=1)
+def nearest(name, choices, part=str):
+  """Returns ` Did you mean 'x'?` for the closest choice, or an empty string.
+
+  `part` gives what is compared, such as the last part of a path.
+  """
+  lowered = {part(choice).lower(): str(choice) for choice in choices}
+  match = difflib.get_close_matches(part(name).lower(), lowered, n=1)
   return f' Did you mean {lowered[match[0]]!r}?' if match else ''
 
 
@@ -360,9 +363,12 @@ def _decode(value, hint, path):
   """Inverts `_encode`; raises UserError for what the annotation forbids."""
   if isinstance(value, Mapping) and classes_of(hint):
     return _decode_dataclass(value, hint, path)
-  if isinstance(value, tuple) and any(isinstance(v, Mapping) for v in value):
-    member = next(m for m in _members(hint) if typing.get_origin(m) is tuple)
-    hints = _elements(member, value)
+  tuples = [m for m in _members(hint) if typing.get_origin(m) is tuple]
+  of_groups = isinstance(value, tuple) and any(
+    isinstance(v, Mapping) for v in value
+  )
+  if of_groups and tuples:
+    hints = _elements(tuples[0], value)
     value = tuple(
       _decode(element, element_hint, f'{path}[{i}]')
       for i, (element, element_hint) in enumerate(
@@ -491,7 +497,9 @@ def parse(text, hint):
   text = text.strip()
   words = {'none': None, 'true': True, 'false': False}
   value = read_literal(text)
-  for candidate in (words.get(text.lower(), _NO), text, value, (value,)):
+  parts = tuple(part.strip() for part in split(text, '([{)]}'))
+  candidates = (words.get(text.lower(), _NO), text, value, parts, (value,))
+  for candidate in candidates:
     if _fit(candidate, hint) is not _NO:
       return candidate
   return value
@@ -572,7 +580,9 @@ def override(instance, texts, where='--config.'):
   for path, text in sorted(texts, key=outer_groups_first):
     hint = field(instance, path, where, changes)
     value = parse(text, hint)
-    if not isinstance(value, dict) or not classes_of(hint):
+    if isinstance(value, tuple) and any(isinstance(x, dict) for x in value):
+      changes[path] = _decode(value, hint, where + path)
+    elif not isinstance(value, dict) or not classes_of(hint):
       changes[path] = _fitted(where + path, value, hint, text)
     elif _is_tagged(hint) and _TYPE_KEY not in value:
       names = describe(typing.Literal[tuple(classes_of(hint))])

@@ -53,7 +53,12 @@ def _train_table(config, length):
   """Returns the table of a forward pass in training."""
   if isinstance(config, VLMConfig) and config.adaptive is None:
     return config.flops_table(*_arguments(config, length), train=True)
-  return _table(config, length)
+  table = _table(config, length)
+  if isinstance(config, LMConfig) and config.early_exit:
+    rows = [row.split()[0] for row, _ in table]
+    after = rows.index(f'block_{config.early_exit - 1}') + 1
+    table = [*table[:after], table[rows.index('head')], *table[after:]]
+  return table
 
 
 def train(
@@ -72,8 +77,6 @@ def train(
   if isinstance(config, DynamicViTConfig) and config.adaptive is None:
     config = config.masked
   total = sum(products(parts) for _, parts in _train_table(config, length))
-  if isinstance(config, LMConfig) and config.early_exit:
-    total += products(dict(_table(config, length))['head'])
   if frozen is None:
     return 3 * total
   return 3 * total - _saved(config, length, frozen)

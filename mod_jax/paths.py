@@ -62,7 +62,7 @@ def missing(path, field='') -> UserError:
   name, folder = os.fspath(path), expand(path)
   parent_exists = folder.parent.is_dir()
   siblings = folder.parent.iterdir() if parent_exists else ()
-  if near := config_lib.nearest(folder, siblings):
+  if near := config_lib.nearest(folder, siblings, os.path.basename):
     way_out = near
   else:
     on_hub = _HUB.fullmatch(name) and not parent_exists

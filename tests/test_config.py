@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import json
 import math
+import os.path
 from typing import Annotated, Literal
 
 import hypothesis
@@ -12,6 +13,7 @@ from mod_jax import config
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.vit import ViTConfig
+from mod_jax.sweeps.plan import SweepConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 
 
@@ -259,6 +261,23 @@ def test_a_misspelt_field_is_looked_for_in_the_whole_config(path, meant):
   with pytest.raises(UserError) as error:
     config.override(experiment, [(path, '1')])
   assert f'Did you mean {meant}?' in str(error.value)
+
+
+def test_groups_in_a_tuple_are_set_as_one_is():
+  sweep = config.override(
+    SweepConfig(), [('groups', "({'name': 'a'}, {'name': 'b'})")]
+  )
+  assert [group.name for group in sweep.groups] == ['a', 'b']
+  assert config.parse('count, sum', tuple[str, ...]) == ('count', 'sum')
+
+
+def test_paths_are_compared_by_their_last_part():
+  folder = '/weights/of/many/models/'
+  assert not config.nearest(
+    f'{folder}deit', [f'{folder}notes.txt'], os.path.basename
+  )
+  near = config.nearest(f'{folder}deit', [f'{folder}deits'], os.path.basename)
+  assert near == f" Did you mean '{folder}deits'?"
 
 
 class TestFromDict:

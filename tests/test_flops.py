@@ -194,6 +194,17 @@ class TestFrozen:
       config, length, lambda name: bool(re.search(frozen, name))
     )
 
+  def test_a_frozen_head_is_passed_through_twice_at_an_early_exit(self):
+    once = dataclasses.replace(tiny.LM, num_layers=4)
+    twice = dataclasses.replace(once, early_exit=2)
+    head = flops.products(dict(once.flops_table(8))['head'])
+    for is_frozen, passes in ((('head', 'embedding'), 2), ('x', 3)):
+      trained, more = (
+        flops.train(config, 8, lambda name, f=is_frozen: name.startswith(f))
+        for config in (once, twice)
+      )
+      assert more - trained == passes * head
+
   @pytest.mark.parametrize('config', [detr, speech, sees, pruned])
   def test_nothing_and_all(self, config):
     assert self.saved(config, '^$') == 0

@@ -78,11 +78,7 @@ def read(path: str | os.PathLike) -> Beside:
     fields = {**(values if isinstance(values, dict) else {}), **fields}
   config = config_lib.from_known(_Fields, fields, f'{folder}/config.json')
   size = re.match(r'(?:vit|deit3?)_([a-z]+)_', config.architecture or '')
-  processor = paths.read_object(folder / 'preprocessor_config.json')
-  if not processor:  # Newer files have all of a model's processors together.
-    both = paths.read_object(folder / 'processor_config.json')
-    processor = both.get('image_processor')
-    processor = processor if isinstance(processor, dict) else {}
+  processor = _image_processor(folder)
   return Beside(
     num_heads=config.num_attention_heads
     or config.num_heads
@@ -97,6 +93,34 @@ def read(path: str | os.PathLike) -> Beside:
       else _pretrained_cfg(fields)
     ),
   )
+
+
+def _image_processor(folder: pathlib.Path) -> dict[str, Any]:
+  if processor := paths.read_object(folder / 'preprocessor_config.json'):
+    return processor
+  # Newer files have all of a model's processors together.
+  both = paths.read_object(folder / 'processor_config.json')
+  processor = both.get('image_processor')
+  return processor if isinstance(processor, dict) else {}
+
+
+def of_detector(folder: pathlib.Path) -> dict[str, Any]:
+  """Returns fields of `DetectionPreprocess`, as far as the files have them."""
+  fields = _image_processor(folder)
+  found = {
+    ours: channels
+    for ours, theirs in (('mean', 'image_mean'), ('std', 'image_std'))
+    if (channels := _channels(fields.get(theirs))) is not None
+  }
+  size = fields.get('size')
+  if isinstance(size, int):  # As older versions of transformers wrote it.
+    size = {'shortest_edge': size, 'longest_edge': fields.get('max_size')}
+  match size:
+    case {'shortest_edge': int(short), 'longest_edge': int(long)}:
+      found |= {'short_side': short, 'image_size': (long, long)}
+    case {'max_height': int(height), 'max_width': int(width)}:
+      found |= {'short_side': None, 'image_size': (height, width)}
+  return found
 
 
 def _classes(fields) -> tuple[str, ...] | None:

@@ -231,6 +231,11 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
   if (scaling := _rope_scaling(path, metadata)) is not None:
     fields['rope_scaling'] = scaling
   shapes = {tensor.name: tensor.shape for tensor in _reader(path).tensors}
+  if 'token_embd.weight' not in shapes:
+    raise UserError(
+      f'{path} holds no embeddings: give a file with the weights of a whole'
+      ' model, and neither a vocabulary alone nor one of several parts.'
+    )
   return fields | {
     'model_type': architecture,
     'architectures': [f'{architecture.capitalize()}ForCausalLM'],

@@ -38,6 +38,8 @@ _MUST_BE = {
   'alpha_pattern': ({}, None),
   'layer_replication': (None,),
   'alora_invocation_tokens': (None,),
+  # Others (PiSSA, OLoRA, CorDA, LoftQ) change the weights of the model, too.
+  'init_lora_weights': (True, False, 'gaussian', 'eva', 'orthogonal', None),
 }
 
 

@@ -388,7 +388,10 @@ class Layer(nn.Module):
     routed = routed.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)
     output = output.replace(aux=output.aux | {'router': routed})
     if config.routing.combine == 'weigh_bypass':
-      factor_BL = jnp.where(chosen_BL, 1, 1 - routed.weight_BL)
+      passes_BL = ~chosen_BL
+      if routed.candidate_BL is not None:
+        passes_BL &= routed.candidate_BL
+      factor_BL = jnp.where(passes_BL, 1 - routed.weight_BL, 1)
       y_BLD = (output.x_BLD * factor_BL[..., None]).astype(x_BLD.dtype)
       output = output.replace(x_BLD=y_BLD)
     return output

@@ -176,6 +176,7 @@ def _ours(run, folder):
     'preprocess': run.preprocess and dataclasses.asdict(run.preprocess),
     'classes': run.classes and list(run.classes),
     'foreign': run.foreign,
+    'multi_label': run.multi_label,
   }
   if isinstance(run.config, LMConfig | VLMConfig):
     fields['tokenizer'] = _tokenizer(run, folder)

@@ -41,6 +41,14 @@ from mod_jax.train import evaluation
 
 _BATCH = 32  # Pictures that are predicted at a time.
 _LENGTH = 2048  # Longest texts of published models by default, in tokens.
+# What data to evaluate on may look like, by the model; None for pictures.
+_DATA = {
+  None: 'ImageDataConfig(source="folder", path="photos")',
+  LMConfig: 'TextDataConfig(source="files", files="texts/*.txt")',
+  Wav2Vec2Config: 'AudioDataConfig(source="folder", path="recordings")',
+  DETRConfig: 'DetectionDataConfig(source="coco", path="coco")',
+  VLMConfig: 'ConversationDataConfig(source="table", path="questions.tsv")',
+}
 INT8 = 'int8'  # The `dtype` of weights in int8.
 
 
@@ -133,9 +141,9 @@ class Run:
 
   def encode(self, text: str) -> list[int]:
     """Returns the tokens of a text that the language model is to continue."""
-    if self.foreign:
-      return self.tokenizer.encode_prompt(text)
-    return self.tokenizer.encode(text)
+    tokenizer = self._asked.modality.tokenizer
+    how = tokenizer.encode_prompt if self.foreign else tokenizer.encode
+    return how(text)
 
   def predict(
     self,
@@ -397,18 +405,18 @@ class Run:
       UserError: the model has no data and none are given, or the data cannot be
         read or do not fit the model.
     """
-    task = self.task
+    task, example = self.task, _DATA.get(type(self.config), _DATA[None])
     if data is not None:
+      if (wanted := example.partition('(')[0]) != type(data).__name__:
+        raise UserError(
+          f'evaluate: data is a {type(data).__name__}, and this model needs a'
+          f' {wanted}, as in data={example}.'
+        )
       data = self.reading_as_trained(data)
       task = make_task(ExperimentConfig(model=self.config, data=data))
       if isinstance(self.config, Wav2Vec2Config):
         task.modality.vocabulary = self.task.modality.vocabulary
     elif task is None or self.foreign:
-      example = 'ImageDataConfig(source="folder", path="photos")'
-      if isinstance(self.config, LMConfig):
-        example = 'TextDataConfig(source="files", files="texts/*.txt")'
-      if isinstance(self.config, Wav2Vec2Config):
-        example = 'AudioDataConfig(source="folder", path="recordings")'
       raise UserError(
         'evaluate: this model is not from a run of ours, so it has no data: say'
         f' on which, as in data={example}.'
@@ -427,7 +435,7 @@ class Run:
 
     It is what the published config says, or the length of training.
     """
-    return self.experiment.data.length
+    return self._asked.config.data.length
 
   @property
   def default_length(self) -> int:

@@ -34,6 +34,7 @@ from mod_jax.data.detection import DetectionDataConfig, DetectionPreprocess
 from mod_jax.data.images import ImageDataConfig, Preprocess
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import best as best_lib
@@ -258,6 +259,7 @@ class _Fields:
   classes: tuple[str, ...] | None = None
   tokenizer: Literal['bytes', 'sentencepiece', 'huggingface'] | None = None
   foreign: bool = False
+  multi_label: bool = False
 
 
 class _Export(Source):
@@ -275,7 +277,7 @@ class _Export(Source):
     )
     self.config, self.experiment = known.model, known.experiment
     self.classes, self.tokenizer = known.classes, known.tokenizer
-    self.foreign = known.foreign
+    self.foreign, self._multi_label = known.foreign, known.multi_label
     language = isinstance(known.model, LMConfig)
     sees = not isinstance(known.model, LMConfig | Wav2Vec2Config)
     if (
@@ -288,15 +290,23 @@ class _Export(Source):
       )
     if not sees:
       return
+    where = f'{file}: preprocess'
+    # The configs of data have these fields, and so check their types.
+    if isinstance(known.model, DETRConfig):
+      fields = pictures | {'source': 'coco', 'path': os.fspath(path)}
+      data = config_lib.from_known(DetectionDataConfig, fields, where)
+      self.preprocess = data.preprocess
+      return
     try:
       resample = Image.Resampling(pictures.pop('resample', None))
     except ValueError as error:
-      raise UserError(f'{file}: preprocess.resample: {error}.') from error
-    # `ImageDataConfig` has the remaining fields, and so checks their types.
-    data = config_lib.from_known(
-      ImageDataConfig, pictures, f'{file}: preprocess'
-    )
+      raise UserError(f'{where}.resample: {error}.') from error
+    data = config_lib.from_known(ImageDataConfig, pictures, where)
     self.preprocess = dataclasses.replace(data.preprocess, resample=resample)
+
+  @property
+  def multi_label(self):
+    return self._multi_label
 
   def read(self):
     return trees.unflatten(files.stored(self.path))
@@ -503,7 +513,7 @@ class _OfCLIP(_Pictures):
     return {'params': trees.unflatten(params)}
 
 
-class _Tower(_OfCLIP):
+class Tower(_OfCLIP):
   kind = 'vision'
   format = convert_clip
 
@@ -544,20 +554,32 @@ class _Detector(_Published):
     count = self.config.num_classes
     return tuple(str(told.get(str(i), '')) for i in range(count))
 
-  @property
+  @functools.cached_property
+  def config(self):
+    config = self.format.derive(self.path)
+    size = self.preprocess.image_size
+    return dataclasses.replace(config, image_size=size)
+
+  @functools.cached_property
   def preprocess(self):
-    """As published: a shorter side of 800 pixels, the longer at most 1333."""
-    return DetectionPreprocess(
-      image_size=self.config.image_size,
-      short_side=800,
-      **{name: _IMAGENET[name] for name in ('mean', 'std')},
-    )
+    """By default a shorter side of 800 pixels, the longer at most 1333."""
+    usual = {name: _IMAGENET[name] for name in ('mean', 'std')}
+    usual |= {'image_size': (1333, 1333), 'short_side': 800}
+    told = DetectionPreprocess(**usual | beside.of_detector(self.path))
+    try:
+      # It has the ranges.
+      data = DetectionDataConfig(source='coco', path=os.fspath(self.path))
+      return told.apply_to(data).preprocess
+    except UserError as error:
+      raise UserError(
+        f'the preprocessing beside {self.path}: {error}'
+      ) from error
 
 
 # Folders of Hugging Face by the `model_type` in their `config.json`.
 _PUBLISHED = {
   **dict.fromkeys(convert_lm.FAMILIES, _Language),
-  **dict.fromkeys(('clip', 'clip_vision_model'), _Tower),
+  **dict.fromkeys(('clip', 'clip_vision_model'), Tower),
   'detr': _Detector,
   'llava': _VisionLanguage,
   'wav2vec2': _Speech,

@@ -410,14 +410,23 @@ def _compiled(proof: Proof, config, topology) -> Proof:
     try:
       with slices.compiler(quick=quick):
         compiled = lower(config, devices).compile()
-      break
     except jax.errors.JaxRuntimeError as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
-      refusal = str(error)
-  else:
-    return dataclasses.replace(proof, memory=_needed(refusal, proof.memory))
-  memory = compiled.memory_analysis()
+      needed, compiled = _needed(str(error), proof.memory), None
+      continue
+    memory = compiled.memory_analysis()
+    needed = (
+      memory.argument_size_in_bytes
+      + memory.output_size_in_bytes
+      - memory.alias_size_in_bytes
+      + memory.temp_size_in_bytes
+      + memory.generated_code_size_in_bytes
+    )
+    if needed <= proof.available:  # For a GPU it compiles all the same.
+      break
+  if compiled is None:
+    return dataclasses.replace(proof, memory=needed)
   text = compiled.as_text()
   cost = hlo.cost(text)
   useful, again, uncounted = kernel_flops(cost.kernels)
@@ -430,28 +439,22 @@ def _compiled(proof: Proof, config, topology) -> Proof:
     collectives[part.kind] = (count + part.count, sent + part.sent)
     network += part.sent / topology.bandwidth([mesh[i] for i in part.group])
   launch_seconds = 0.0
+  peak = peaks.of(mesh[0], config.model.dtype)
   if isinstance(topology.chip, slices.Gpu):
-    peak, bandwidth = peaks.of(mesh[0]), topology.chip.memory_bandwidth
+    bandwidth = topology.chip.memory_bandwidth
     launch_seconds = math.fsum(
       x.count * max(x.bytes / bandwidth, x.flops / peak)
       for x in hlo.launches(text)
     )
-  needed = (
-    memory.argument_size_in_bytes
-    + memory.output_size_in_bytes
-    - memory.alias_size_in_bytes
-    + memory.temp_size_in_bytes
-    + memory.generated_code_size_in_bytes
-  )
   return dataclasses.replace(
     proof,
     memory=needed,
-    fits=needed <= proof.available,  # For a GPU it compiles all the same.
+    fits=needed <= proof.available,
     products=products,
     again=again,
     collectives=dict(sorted(collectives.items())),
     sent=sum(sent for _, sent in collectives.values()),
-    compute_seconds=(products + again) / peaks.of(mesh[0]),
+    compute_seconds=(products + again) / peak,
     network_seconds=network,
     launch_seconds=launch_seconds,
     uncounted=(*uncounted, *cost.endless),

@@ -162,7 +162,9 @@ def _predict(run) -> list[str]:
   files = []
   for patterns in flags.FLAGS.predict:
     for pattern in paths.split_globs(patterns) or [patterns]:
-      matches = sorted(paths.glob(pattern))
+      # Names may hold the letters of patterns, such as `a[1].jpg`.
+      is_file = paths.expand(pattern).is_file()
+      matches = [pattern] if is_file else sorted(paths.glob(pattern))
       if not matches:
         raise UserError(f'--predict={pattern}: there is no such file.')
       files += matches

@@ -95,7 +95,7 @@ def render(kind: str, path: str, messages: Sequence[Mapping]) -> str:
       tools=None,
       documents=None,
     )
-  except jinja2.TemplateError as error:
+  except (jinja2.TemplateError, TypeError) as error:
     raise UserError(f'messages do not fit the template: {error}') from error
 
 

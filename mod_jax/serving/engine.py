@@ -196,7 +196,9 @@ class Engine:
     )
     self._grammars = None
     if run.tokenizer is not None and grammar_lib.available():
-      self._grammars = grammar_lib.Grammars(run.tokenizer, config.vocab_size)
+      self._grammars = grammar_lib.Grammars(
+        run.tokenizer, config.vocab_size, end_token
+      )
     self._variables = variables
     self._ids = itertools.count()
     self._steps = itertools.count()

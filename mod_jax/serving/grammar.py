@@ -91,18 +91,17 @@ class Grammars:
   Threads may share it.
   """
 
-  def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+  def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int | None):
+    """Initialises it; `end` is the token that ends what the model writes."""
     require_library()
-    self._tokenizer = tokenizer
+    self._tokenizer, self._end = tokenizer, end
     self._words = -(-vocab_size // 32)
     self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, 'grammar')
     self._lock = threading.Lock()
 
   @functools.cached_property
   def _vocabulary(self):
-    tokenizer = self._tokenizer
-    end = tokenizer.eos_id
-    surfaces = list(tokenizer.surfaces)
+    end, surfaces = self._end, list(self._tokenizer.surfaces)
     # llguidance knows special tokens by a byte that UTF-8 does not have.
     special = [i for i, text in enumerate(surfaces) if not text or i == end]
     for i in special:
@@ -111,7 +110,7 @@ class Grammars:
       # It needs an end token: one that no model has.
       end = max(len(surfaces), 32 * self._words)
       surfaces += [b'\xff<%d>' % i for i in range(len(surfaces), end + 1)]
-      special += range(len(tokenizer.surfaces), end + 1)
+      special += range(len(self._tokenizer.surfaces), end + 1)
     vocabulary = _Vocabulary(surfaces, special, end)
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
 

@@ -65,8 +65,11 @@ def arank(task, params, model_state) -> Study:
         name: intermediates[f'block_{i}']['attention'][name][0][0]
         for name in _SOWN
       }
-      | ({'chosen': aux['router'].chosen_BL[0]} if 'router' in aux else {})
-      for i, aux in enumerate(output.aux)
+      # Tokens enter the attention of a block whose feed-forward is routed.
+      | ({'chosen': aux['router'].chosen_BL[0]} if layer.caches_chosen else {})
+      for i, (aux, layer) in enumerate(
+        zip(output.aux, config.stack.layers, strict=True)
+      )
     ]
 
   counts_NR2 = []
@@ -164,13 +167,16 @@ def _single_rows(task, *, whole: bool):
     for row in np.flatnonzero(taken_B)[: _SAMPLES - count]:
       count += 1
       length = min(_TOKENS, real_BL.shape[1]) if whole else real_BL[row].sum()
-      args, kwargs = task.modality.inputs(
-        {
-          name: x[row, :length][None] if x.shape == real_BL.shape else x[[row]]
-          for name, x in batch.items()
-        },
-        train=False,
-      )
+      one = {
+        name: x[row, :length][None] if x.shape == real_BL.shape else x[[row]]
+        for name, x in batch.items()
+      }
+      if not whole:
+        # Pictures that the row lacks would take places of its text.
+        model = task.config.model
+        tokens = (one['tokens'] == model.image_token).sum()
+        one['images'] = one['images'][:, : tokens // model.num_patches]
+      args, kwargs = task.modality.inputs(one, train=False)
       targets = ('targets_BL', 'weights_BL')
       yield args, {k: x for k, x in kwargs.items() if k not in targets}
   if not count:

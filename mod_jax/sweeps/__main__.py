@@ -25,6 +25,8 @@ _COMMANDS = {
 def main(argv: list[str]) -> None:
   """Runs a command, given as [program, command, flags…], and exits."""
   name = argv[1] if len(argv) > 1 else ''
+  if name in ('-h', '--help'):
+    cli.run(lambda _: print(__doc__), argv[:1])
   if name not in _COMMANDS:
     cli.run(lambda _: config_lib.choose(name, _COMMANDS, 'command'), argv[:1])
   command = importlib.import_module(_COMMANDS[name])

@@ -155,7 +155,10 @@ class Images(Pictures):
   def curves(self, records):
     what = 'mAP' if self.multi_label else 'accuracy'
     return viz.loss_curves(
-      records, title=f'Loss and {what} over training', classifier=what
+      records,
+      title=f'Loss and {what} over training',
+      classifier=what,
+      unit='image',
     )
 
   def studies(self):

@@ -29,7 +29,7 @@ _DROP = 'drop_'
 class Language(Modality):
   """Next-token prediction, and metrics of Mixture-of-Depths."""
 
-  unit = 'tokens'
+  unit, loss_unit = 'tokens', 'token'
   row = 'sequences'
   columns = ('loss', 'perplexity', 'bits_per_byte')
   main = ('loss',)  # `accuracy` is that of routing rules.

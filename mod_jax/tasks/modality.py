@@ -32,12 +32,14 @@ class Modality(Data):
     length: arguments of a model's `flops_table`: the tokens of a sequence, or
       none if the model's config determines them.
     columns: held-out metrics in the summary table.
+    loss_unit: what the loss is a mean over, in nats; '' for other losses.
     optional: names, as regular expressions matched whole, that only one of a
       model and the weights that it starts from may have.
   """
 
   row: str
   columns: tuple[str, ...]
+  loss_unit: str = ''
   length: tuple[int, ...] = ()
   optional: tuple[str, ...] = ()
 
@@ -155,7 +157,9 @@ class Modality(Data):
 
   def curves(self, records) -> 'Figure':
     """Returns the figure of the losses in a run's records."""
-    return viz.loss_curves(records, title='Loss over training')
+    return viz.loss_curves(
+      records, title='Loss over training', unit=self.loss_unit
+    )
 
   def pictures(self, task, params, model_state) -> dict[str, 'Figure']:
     """Returns pictures of the trained model, routing and experts included."""

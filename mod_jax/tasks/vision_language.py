@@ -32,7 +32,7 @@ _RATIO = PruningObjective().ratio
 class VisionLanguage(Modality):
   """Answers to questions about pictures; the loss is on answers alone."""
 
-  unit = 'tokens'
+  unit, loss_unit = 'tokens', 'token'
   row = 'conversations'
   columns = ('accuracy', 'loss')
   main = ('loss', 'accuracy')

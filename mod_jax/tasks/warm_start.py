@@ -157,7 +157,7 @@ def _published(
     # Without what it may lack, where `source.read` would make that up.
     weights = convert_wav2vec2.read(source.path, model.dense_twin())
     return {'params': trees.unflatten(weights)}
-  if source.kind == 'vision':
+  if source.kind == 'vision' and not isinstance(source, source_lib.Tower):
     # Files hold the dense model, and perhaps prediction heads of DynamicViT.
     model = model.with_parts(routing=None, adaptive=None, lora=None)
     weights = convert_vit.read(source.path, model, truncate=truncate)

@@ -38,14 +38,15 @@ def loss_curves(
   *,
   title: str = 'Training and held-out loss',
   classifier: str = '',
+  unit: str = '',
 ) -> Figure:
   """Draws training and held-out losses over the steps of a run.
 
   A second panel shows how often each causal rule decides as top-k would, with
   the trivial baseline of never routing, where the records have these: `loss`,
-  `RULE/accuracy` and `RULE/never_route`. For a classifier, losses are nats per
-  image rather than per token, and the panel shows the metric that `classifier`
-  names, accuracy or mAP.
+  `RULE/accuracy` and `RULE/never_route`. For a classifier, the panel shows the
+  metric that `classifier` names, accuracy or mAP. Losses are nats per `unit`,
+  or ''.
   """
   series = _read(records)
   train, losses = series.get(('train', 'loss')), _by_rule(series, 'loss')
@@ -73,7 +74,7 @@ def loss_curves(
   for rule, loss_2S in losses.items():
     label = f'{_label(rule, classifier)}  {loss_2S[1, -1]:.3f}'
     _draw_rule(axes, rule, loss_2S, label, 'loss')
-  axes.set_ylabel(f'loss (nats per {"image" if classifier else "token"})')
+  axes.set_ylabel(f'loss (nats per {unit})' if unit else 'loss')
   low, high = _limits(drawn, train)
   axes.set_ylim(low, high)
   step_S, loss_S = max(drawn, key=lambda loss_2S: loss_2S[1].max())

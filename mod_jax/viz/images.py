@@ -365,8 +365,12 @@ def greyed(image_HWC) -> np.ndarray:
 
 def over_pixels(value_L, grid: tuple[int, int], image_HWC) -> np.ndarray:
   """Returns the value of the patch of each pixel, [H, W, 1]."""
-  patch = np.ones(np.floor_divide(image_HWC.shape[:2], grid), int)
-  return np.kron(np.reshape(value_L, grid), patch)[..., None]
+  # Sides that are no multiples of the grid's are padded up to the next one.
+  y_H, x_W = (
+    np.arange(pixels) // math.ceil(pixels / count)
+    for pixels, count in zip(image_HWC.shape[:2], grid, strict=True)
+  )
+  return np.reshape(value_L, grid)[y_H[:, None], x_W][..., None]
 
 
 def veiled(image_HWC, seen_L, grid: tuple[int, int]) -> np.ndarray:

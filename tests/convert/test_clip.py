@@ -9,6 +9,7 @@ import json
 import pathlib
 import shutil
 
+from flax import linen as nn
 import jax
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from mod_jax.convert import clip, files
 from mod_jax.errors import UserError
 from mod_jax.models import vit
 from mod_jax.pretrained.source import Source
+from mod_jax.tasks import warm_start
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'vlm'
 EXPECTED = dict(np.load(GOLDEN / 'expected.npz'))
@@ -90,6 +92,16 @@ def test_a_folder_is_a_model_of_features(tmp_path):
   again = mod_jax.load(tmp_path)
   assert (again.config, again.preprocess) == (run.config, run.preprocess)
   tiny.same(again.variables, run.variables)
+
+
+def test_a_classifier_begins_with_it():
+  config, expected = tower()
+  model = dataclasses.replace(config, num_classes=3)
+  params = model.build().init(jax.random.key(0), model.example())['params']
+  params = nn.unbox(params)
+  weights, _ = warm_start.load_weights(str(GOLDEN / 'clip'), model, params, {})
+  tiny.same(tiny.arrays(weights['block_0']), expected['block_0'])
+  tiny.same(weights['head'], params['head'])
 
 
 def test_another_tower_is_refused(tmp_path):

@@ -307,6 +307,11 @@ def test_refusals(tmp_path):
     del writer.kv_data[0]['qwen2.attention.head_count']
 
   refused('num_attention_heads', headless)
+
+  def empty(writer):
+    writer.add_tensor = lambda *args, **kwargs: None
+
+  refused('bad.gguf holds no embeddings', empty)
   path, whole = tmp_path / 'cut.gguf', tmp_path / 'x.gguf'
   data = write(whole, 'qwen2').read_bytes()
   # Within the metadata, within the table of arrays, within the arrays.

@@ -18,6 +18,7 @@ import mod_jax
 from mod_jax.convert import files, llava
 from mod_jax.errors import UserError
 from mod_jax.models import vlm
+from mod_jax.serving.engine import Engine
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'vlm'
 FOLDER = GOLDEN / 'llava'
@@ -113,6 +114,13 @@ def test_our_own_format_holds_one(tmp_path):
   again = mod_jax.load(tmp_path)
   assert again.config == run.config
   tiny.same(again.variables, jax.tree.map(jnp.float32, run.variables))
+
+
+def test_without_a_tokenizer_it_says_so():
+  run = mod_jax.load(FOLDER)
+  for asks in (Engine, lambda run: run.encode('x'), lambda run: run.max_length):
+    with pytest.raises(UserError, match=r'no tokenizer\.json beside'):
+      asks(run)
 
 
 def changed(tmp_path, **fields):

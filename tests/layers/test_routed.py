@@ -18,6 +18,7 @@ from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routed import Layer, LayerConfig, Predictor
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.scores import Router
+from mod_jax.layers.token_info import KINDS, TokenInfo
 from mod_jax.losses import sums
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import plain
@@ -397,6 +398,26 @@ class TestCombine:
       factor_BL = np.where(chosen_BL, told.weight_BL - 1, 0)
     expected += factor_BL[..., None] * x_BLD
     np.testing.assert_allclose(y_BLD[VALID_BL], expected[VALID_BL], atol=1e-4)
+
+  def test_a_token_that_is_no_candidate_is_not_weighed_away(self):
+    config = MoDConfig(
+      kinds=('image',),
+      gate='sigmoid',
+      combine='weigh_bypass',
+      router_loss=0.0,
+    )
+    model = LMConfig(num_layers=2, width=8, num_heads=2, routing=config)
+    layer = Layer(model.stack.layers[1])
+    # Room is kept for more images than there are, and so too little for text.
+    info = TokenInfo(
+      jnp.arange(6)[None],
+      kind_BL=jnp.full((1, 6), KINDS.index('text')),
+      image_places=8,
+    )
+    x_BLD = jnp.ones((1, 6, 8))
+    y_BLD, _ = layer.init_with_output(jax.random.key(0), x_BLD, info)
+    assert y_BLD.aux['router'].overflow_B > 0
+    assert (np.abs(y_BLD.x_BLD).sum(axis=-1) > 0).all()
 
 
 class TestTokenChoice:

@@ -6,8 +6,10 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+import tiny
 
 import mod_jax
+from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'golden' / 'detr'
@@ -56,3 +58,26 @@ def test_what_is_for_other_models_is_refused(dense, tmp_path):
     mod_jax.route(dense, 'tome', r=2)
   with pytest.raises(UserError, match='or a detector'):
     mod_jax.export(dense, tmp_path, 'timm')
+
+
+@pytest.mark.parametrize('format', ['safetensors', 'huggingface'])
+def test_pictures_are_read_there_as_here(dense, tmp_path, format):
+  model = dataclasses.replace(dense.config, image_size=(64, 32))
+  reads = dataclasses.replace(
+    dense.preprocess,
+    **{'image_size': (64, 32), 'short_side': None, 'mean': (0.1, 0.2, 0.3)},
+  )
+  run = dataclasses.replace(dense, config=model, preprocess=reads)
+  mod_jax.export(run, tmp_path, format)
+  again = mod_jax.load(tmp_path)
+  assert (again.config, again.preprocess) == (model, reads)
+  tiny.same(again.variables, run.variables)
+
+
+def test_data_of_another_kind_are_refused(dense):
+  with pytest.raises(
+    UserError, match='is a TextDataConfig.* needs a Detection'
+  ):
+    dense.evaluate(TextDataConfig())
+  with pytest.raises(UserError, match='so it has no data.*DetectionDataConfig'):
+    dense.evaluate()

@@ -198,6 +198,12 @@ class TestExport:
     files = sorted(folder.rglob('*.png'))
     assert again.predict(files) == run.predict(files)
 
+  def test_labels_stay_independent_in_our_own_format(self, run, tmp_path):
+    published = dataclasses.replace(run, experiment=None, multi_label=True)
+    published = dataclasses.replace(published, task=None)
+    mod_jax.export(published, tmp_path)
+    assert mod_jax.load(tmp_path).multi_label
+
   @pytest.mark.parametrize('format', ['huggingface', 'timm'])
   def test_the_dense_model_for_others(self, run, folder, tmp_path, format):
     mod_jax.export(run, tmp_path / 'out', format, dense=True)

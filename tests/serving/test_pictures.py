@@ -1,9 +1,11 @@
 """Pictures in the engine, in chats and in the server."""
 
 import base64
+import collections
 import dataclasses
 import functools
 import io
+import json
 import pathlib
 import struct
 import zlib
@@ -299,3 +301,24 @@ def test_a_picture_that_fails_ends_alone():
     assert process.call('fit_picture', url(png(PIXELS))[22:], fit)
   finally:
     process.stop()
+
+
+def test_json_ends_where_it_is_whole():
+  """These models end at a line break, which is white space in JSON."""
+  run = run_of('pmod')
+  schema = {
+    'type': 'object',
+    'properties': {'n': {'type': 'integer', 'minimum': 0, 'maximum': 9}},
+    'required': ['n'],
+    'additionalProperties': False,
+  }
+  engine = Engine(run, slots=2, max_length=120)
+  for seed in range(4):
+    engine.submit(
+      'A', max_new_tokens=100, temperature=1.0, seed=seed, schema=schema
+    )
+  texts = collections.defaultdict(str)
+  for event in engine.run():
+    texts[event.id] += event.text
+  assert all(0 <= json.loads(text)['n'] <= 9 for text in texts.values())
+  assert len(texts) == 4

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 import tiny
 
+from mod_jax import config as config_lib
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routed import Layer
 from mod_jax.layers.routing_config import MoDConfig
@@ -137,6 +138,11 @@ def _check_ranks(task, params):
   assert study.metrics['suggested'] == [1, 2]
   assert 'model.routing.layers=(1, 2)' in study.text
   study.figures['arank'].canvas.draw()
+  # All tokens enter the attention of blocks whose feed-forward is routed.
+  config = config_lib.replace(task.config, {'model.routing.part': 'mlp'})
+  other = config.model.build().init(jax.random.key(0), config.model.example())
+  study = make_task(config).studies()['arank'](other['params'], {}, None)
+  assert study.metrics['tokens'] == [16] * 4
 
 
 def _check_influence(task, params):

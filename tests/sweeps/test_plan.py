@@ -270,3 +270,6 @@ def test_command_line(tmp_path, command):
   status, _, err = command('plam')
   assert status == 2
   assert "Did you mean 'plan'" in err
+  status, out, _ = command('--help')
+  assert status == 0
+  assert 'mod_jax.sweeps compare' in out

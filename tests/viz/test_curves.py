@@ -34,7 +34,7 @@ def run_records(steps=1000, every=5):
 class TestLossCurves:
   def test_lines_hold_the_records(self, seen):
     records = run_records()
-    figure = viz.loss_curves(records)
+    figure = viz.loss_curves(records, unit='token')
     figure.canvas.draw()
     losses, accuracy = figure.axes
     train = [(r['step'], r['loss']) for r in records if r['kind'] == 'train']

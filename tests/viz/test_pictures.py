@@ -8,12 +8,13 @@ from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 import matplotlib
 from matplotlib import font_manager
+import numpy as np
 from PIL import Image
 import pytest
 
 from mod_jax import viz
 from mod_jax.errors import UserError
-from mod_jax.viz import glyphs, style
+from mod_jax.viz import glyphs, images, style
 
 pytestmark = pytest.mark.filterwarnings('error')
 
@@ -151,3 +152,12 @@ def test_a_count_that_rounds_up_gets_the_next_unit():
   counts = (0, 999.6, 12_345, 999_600, 1.284e6, 4e12)
   written = ['0', '1k', '12.3k', '1M', '1.28M', '4T']
   assert [style.quantity(count) for count in counts] == written
+
+
+def test_sides_that_are_no_multiples_of_the_grid_have_tokens_up_to_the_edge():
+  value_L = np.arange(6)
+  image_HWC = np.zeros((5, 8, 3))
+  rows = np.repeat([[0, 1, 2], [3, 4, 5]], [3, 2], axis=0)
+  expected = np.repeat(rows, [3, 3, 2], axis=1)
+  found = images.over_pixels(value_L, (2, 3), image_HWC)
+  np.testing.assert_array_equal(found[..., 0], expected)
