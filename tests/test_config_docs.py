@@ -42,8 +42,6 @@ class Outer(Base):
   )
   silent: bool = False
 
-  # Of nothing.
-
   inner: Inner | None = Inner()
   nothing: Inner | None = None  # What may be there.
   other: int = 2  # Said anew.
