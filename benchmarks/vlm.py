@@ -164,12 +164,13 @@ class Model:
 
     @jax.jit
     def prefill(variables, tokens_BL, images_BIHWC):
-      logits_BV, _, cache, _ = generation.read_prompts(
+      logits_B1V, cache, _ = generation.read(
         *(model, variables, tokens_BL, None, self.empty(), self.mode),
         jax.random.key(0),
         images_BIHWC=images_BIHWC,
+        prompt=True,
       )
-      return cache, logits_BV.argmax(axis=-1)
+      return cache, logits_B1V[:, 0].argmax(axis=-1)
 
     return prefill
 

@@ -31,7 +31,7 @@ from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.losses.sums import Pair
 from mod_jax.models.protocol import StackedConfig, StackedOutput
 
-_TOKENS = 64  # Tokens of a prompt whose logits are computed at a time.
+_TOKENS = 64  # Targets whose logits are computed at a time.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -295,8 +295,6 @@ class LMOutput(StackedOutput):
       unless in training.
     right_BL: whether a target is the likeliest token; None in training and
       without targets.
-    log_prob_BL: float32 log-probability of each prompt token given those before
-      it; 0 for the first and for padding. None unless `prompt` was set.
   """
 
   logits_BLV: jax.Array | None
@@ -305,7 +303,6 @@ class LMOutput(StackedOutput):
   loss: Pair | None = None
   early_loss: Pair | None = None
   right_BL: jax.Array | None = None
-  log_prob_BL: jax.Array | None = None
 
 
 class LanguageModel(nn.Module):
@@ -353,7 +350,7 @@ class LanguageModel(nn.Module):
       depth: number of blocks to run before the head; None for all.
       prompt: whether the tokens are a prompt. Then logits are only those of
         each row's last real token, since all of them can take more memory than
-        the model; and the output has `log_prob_BL`.
+        the model.
       kind_BL: int32 `TokenInfo.kind_BL`; None if no token is of a kind.
       features_BND: what takes the places of a row's tokens of the kind `image`,
         in their order; a row may use fewer, and have as many other tokens as
@@ -394,13 +391,12 @@ class LanguageModel(nn.Module):
       kernel_DV = embedding_VD.T
     else:
       kernel_DV = _Head((config.width, config.vocab_size), name='head')()
-    logits_BLV = log_prob_BL = loss = early_loss = right_BL = None
+    logits_BLV = loss = early_loss = right_BL = None
     # Not `kernel_DV`: loops over tokens would copy the transposed table.
     head = ('D,DV->V', kernel_DV)
     if config.tied_head:
       head = ('D,VD->V', embedding_VD)
     if prompt:
-      log_prob_BL = _log_prob(x_BLD, *head, tokens_BL, valid_BL)
       x_BLD = _last(x_BLD, valid_BL)
     if targets_BL is None:
       logits_BLV = dense.einsum('BLD,DV->BLV', x_BLD, kernel_DV, 'float32')
@@ -422,9 +418,7 @@ class LanguageModel(nn.Module):
       if valid_BL is not None:
         count_B = valid_BL.sum(axis=-1, dtype=jnp.int32)
       cache = LMCache(output.caches, cache.length_B + count_B)
-    return LMOutput(
-      logits_BLV, output.aux, cache, loss, early_loss, right_BL, log_prob_BL
-    )
+    return LMOutput(logits_BLV, output.aux, cache, loss, early_loss, right_BL)
 
   def _token_info(self, tokens_BL, valid_BL, segment_BL, cache):
     if valid_BL is None:
@@ -467,25 +461,6 @@ def _right(x_BLD, spec, kernel, targets_BL):
     is_likeliest, (x_TD, targets_BL.flatten()), batch_size=_TOKENS
   )
   return right_T.reshape(targets_BL.shape)
-
-
-def _log_prob(x_BLD, spec, kernel, tokens_BL, valid_BL):
-  """Returns `LMOutput.log_prob_BL`, with logits of few tokens at a time."""
-
-  def token_log_prob(features_and_token):
-    x_D, token = features_and_token
-    logits_V = dense.einsum(spec, x_D, kernel, 'float32')
-    return logits_V[token] - jax.nn.logsumexp(logits_V)
-
-  x_TD = x_BLD[:, :-1].reshape(-1, x_BLD.shape[-1])
-  log_prob_T = jax.lax.map(
-    token_log_prob, (x_TD, tokens_BL[:, 1:].flatten()), batch_size=_TOKENS
-  )
-  log_prob_BL = log_prob_T.reshape(x_BLD.shape[0], -1)
-  if valid_BL is not None:
-    both_BL = valid_BL[:, 1:] & valid_BL[:, :-1]
-    log_prob_BL = jnp.where(both_BL, log_prob_BL, 0.0)
-  return jnp.pad(log_prob_BL, ((0, 0), (1, 0)))
 
 
 class _Head(nn.Module):

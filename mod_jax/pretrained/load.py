@@ -435,7 +435,7 @@ class Run:
 
     It is what the published config says, or the length of training.
     """
-    return self._asked.config.data.length
+    return (self.experiment or self._asked.config).data.length
 
   @property
   def default_length(self) -> int:

@@ -26,11 +26,6 @@ class Generated:
     length_B: int32 number of new tokens, without the end token.
     log_prob_BN: float32 log-probability of each new token under the model's own
       distribution (before temperature and filters); 0 after the end.
-    prompt_log_prob_BP: float32 log-probability of each prompt token given
-      those before it; 0 for the first and for padding. Causal only if
-      `causal_prompt`.
-    causal_prompt: False if the prompt was read under top-k, which sees the
-      future: then its log-probabilities are not those of a causal model.
     routed: fraction of (token, routed layer) pairs that were processed, of the
       layers whose attention is routed.
     overflow: number of (token, routed layer) pairs that the rule chose but that
@@ -42,8 +37,6 @@ class Generated:
   tokens_BN: jax.Array
   length_B: jax.Array
   log_prob_BN: jax.Array
-  prompt_log_prob_BP: jax.Array
-  causal_prompt: bool = flax.struct.field(pytree_node=False)
   routed: jax.Array
   overflow: jax.Array
   passes: jax.Array
@@ -194,7 +187,6 @@ def generate(
   return generated.replace(
     tokens_BN=generated.tokens_BN[:, :max_new_tokens],
     log_prob_BN=generated.log_prob_BN[:, :max_new_tokens],
-    prompt_log_prob_BP=generated.prompt_log_prob_BP[:, padding:],
   )
 
 
@@ -278,29 +270,14 @@ def check_rule(config: lm.LMConfig, mode: RoutingMode) -> None:
     )
 
 
-def read(model, variables, tokens_BL, valid_BL, cache, mode, key, depth=None):
+def read(
+  model, variables, tokens_BL, valid_BL, cache, mode, key, **kwargs
+) -> tuple[jax.Array, lm.LMCache, jax.Array]:
   """Returns logits_BLV, the cache with the tokens, and the overflow.
 
   The overflow is the int32 number of (token, routed layer) pairs that the rule
-  chose but that got no slot.
+  chose but that got no slot. Keywords are those of `LanguageModel` or `VLM`.
   """
-  args = (model, variables, tokens_BL, valid_BL, cache, mode, key)
-  output, overflow = _apply(*args, depth=depth)
-  return output.logits_BLV, output.cache, overflow
-
-
-def read_prompts(*args, **pictures):
-  """Returns logits_BV after each prompt, log_prob_BP, cache and overflow.
-
-  Arguments, cache and overflow are those of `read`; log_prob_BP is
-  `LMOutput.log_prob_BL`. `pictures` are further arguments of a `VLM`.
-  """
-  output, overflow = _apply(*args, prompt=True, **pictures)
-  logits_BV = output.logits_BLV[:, 0]
-  return logits_BV, output.log_prob_BL, output.cache, overflow
-
-
-def _apply(model, variables, tokens_BL, valid_BL, cache, mode, key, **kwargs):
   output = model.apply(
     variables,
     tokens_BL,
@@ -310,7 +287,8 @@ def _apply(model, variables, tokens_BL, valid_BL, cache, mode, key, **kwargs):
     rngs={'routing': key},
     **kwargs,
   )
-  return output, jnp.int32(sum(r.overflow_B.sum() for r in output.routing))
+  overflow = jnp.int32(sum(r.overflow_B.sum() for r in output.routing))
+  return output.logits_BLV, output.cache, overflow
 
 
 def filtered(logits_BV, settings: Settings) -> jax.Array:
@@ -386,13 +364,14 @@ def _generate(
     *(config, batch, options.room, options.mode, start_B + num_tokens),
     options.image_places,
   )
-  logits_BV, prompt_log_prob_BP, cache, overflow = read_prompts(
+  logits_B1V, cache, overflow = read(
     *(model, variables, tokens_BP, valid_BP, cache, options.prefill),
     prefill_key,
+    prompt=True,
     **pictures,
   )
   text = _Text.empty(tokens_BP, valid_BP, options.new)
-  first_token = writer.draw(logits_BV, text)
+  first_token = writer.draw(logits_B1V[:, 0], text)
   text = text.add(*first_token, options.end_token, num_tokens)
 
   def advance(carry):
@@ -422,14 +401,12 @@ def _generate(
     for block, layer in zip(cache.blocks, config.stack.layers, strict=True)
     if layer.caches_chosen
   ]
-  read, chosen = cache.length_B.sum() * len(told), sum(told)
+  pairs, chosen = cache.length_B.sum() * len(told), sum(told)
   return Generated(
     tokens_BN=tokens_BN,
     length_B=length_B,
     log_prob_BN=text.log_prob_BN,
-    prompt_log_prob_BP=prompt_log_prob_BP,
-    causal_prompt=options.prefill.rule != 'top_k' or not config.num_routed,
-    routed=jnp.float32(chosen) / jnp.maximum(read, 1),
+    routed=jnp.float32(chosen) / jnp.maximum(pairs, 1),
     overflow=overflow,
     passes=text.passes,
   )
@@ -512,12 +489,12 @@ class _Writer:
     logits_B1V, cache, _ = self._read(
       *(token_B[:, None], valid_B[:, None], cache),
       *(draft.mode(self.options.mode), jax.random.fold_in(key, number)),
-      draft.layers,
+      depth=draft.layers,
     )
     return filtered(logits_B1V[:, 0], self.settings), cache
 
-  def _read(self, *args):
-    return read(self.model, self.variables, *args)
+  def _read(self, *args, **kwargs):
+    return read(self.model, self.variables, *args, **kwargs)
 
   def _keys(self, text: '_Text'):
     """Returns each row's key for its next token."""

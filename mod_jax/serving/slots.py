@@ -122,12 +122,13 @@ class Program:
     # does not depend on other requests.
     length_1 = valid_1P.sum(axis=-1) + rows.limit_B
     key = _key(rows.seed_B[0], _ROUTING)
-    logits_1V, _, cache, _ = generation.read_prompts(
+    logits_11V, cache, _ = generation.read(
       *(self.config.build(), variables, tokens_1P, valid_1P),
       *(self.empty(1, length_1), self.mode, key),
+      prompt=True,
       **pictures,
     )
-    return cache, logits_1V
+    return cache, logits_11V[:, 0]
 
   @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
   def insert(self, state, extras, cache, logits_1V, rows, changes, gate, slot):
