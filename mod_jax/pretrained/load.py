@@ -141,7 +141,7 @@ class Run:
 
   def encode(self, text: str) -> list[int]:
     """Returns the tokens of a text that the language model is to continue."""
-    tokenizer = self._asked.modality.tokenizer
+    tokenizer = self.tokenizer or self._asked.modality.tokenizer
     how = tokenizer.encode_prompt if self.foreign else tokenizer.encode
     return how(text)
 
