@@ -274,6 +274,18 @@ def experts_recipe():
 
 
 @table
+def recovery():
+  """What routed blocks recover of the worth of dense ones."""
+  return study_tables.recovery(studied('recovery'))
+
+
+@table
+def recovery_rates():
+  """The same models at other learning rates."""
+  return study_tables.recovery_rates(studied('recovery'))
+
+
+@table
 def conversion():
   """What a dense language model is worth, made routed."""
   return study_tables.conversion(studied('conversion'))
