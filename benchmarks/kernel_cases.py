@@ -21,8 +21,13 @@ INPUTS = {
 }
 
 
-def arrays(op: str, dtype: str, *, tiny: bool = False) -> tuple[jax.Array, ...]:
-  """Returns the arrays: a ViT-B's on 128 images, or a language model's."""
+def arrays(
+  op: str, dtype: str, *, tiny: bool = False, length: int = 197
+) -> tuple[jax.Array, ...]:
+  """Returns the arrays: a ViT-B's on 128 images, or a language model's.
+
+  `length` is that of the rows of `route_scores`.
+  """
   key = jax.random.key(0)
 
   def normal(i, *shape, fan_in=1):
@@ -35,7 +40,8 @@ def arrays(op: str, dtype: str, *, tiny: bool = False) -> tuple[jax.Array, ...]:
     shape = (1, 128, 2, 64) if tiny else (8, 2048, 8, 128)
     return tuple(normal(i, *shape) for i in range(3))
   if op == 'route_scores':
-    shape = (2, 21, 2, 32) if tiny else (128, 197, 12, 64)
+    shape = (128 * 197 // length, length, 12, 64)
+    shape = (2, 21, 2, 32) if tiny else shape
     return tuple(normal(i, *shape) for i in range(3))
   if op == 'grouped_dot':
     rows, width, groups = (20, 16, 3) if tiny else (2**15, 768, 8)

@@ -15,10 +15,9 @@ import importlib
 
 from absl import app, flags
 import jax
-import jax.numpy as jnp
+import kernel_cases
 
 from mod_jax import timing
-import mod_jax_kernels
 from mod_jax_kernels import dispatch, tiles
 import results as results_lib
 
@@ -37,42 +36,10 @@ _LEAST = 1e-2  # Smaller gains count as noise.
 def case(op: str, backend: str):
   """Returns the function to be compiled, and its operands."""
   small = _INTERPRET.value is not None
-  key = jax.random.key(0)
-  dtype = jnp.float32 if small else jnp.bfloat16
-
-  def normal(i, *shape):
-    return jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
-
-  if op == 'token_select':
-    shape, k = ((2, 32), 4) if small else ((128, 2048), 256)
-    return (
-      lambda x: mod_jax_kernels.token_select(x, k, implementation=backend),
-      (normal(0, *shape).astype(jnp.float32),),
-    )
-  if op == 'route_scores':
-    shape = (1, 20, 2, 32) if small else (64, 1024, 12, 64)
-
-    def scored(*args):
-      out, score = mod_jax_kernels.route_scores(*args, implementation=backend)
-      return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(score**2)
-
-    return jax.value_and_grad(scored, (0, 1, 2)), tuple(
-      normal(i, *shape) for i in range(3)
-    )
-  tokens, width, hidden = (20, 16, 16) if small else (128 * 197, 768, 768)
-  learners = 4
-  chosen = jax.random.randint(key, (tokens,), 0, learners + 1)
-
-  def adaptive(*args):
-    y = mod_jax_kernels.acm_mlp(*args, chosen, implementation=backend)
-    return jnp.sum(y.astype(jnp.float32) ** 2)
-
-  return jax.value_and_grad(adaptive, (0, 1, 2, 3)), (
-    normal(0, tokens, width),
-    normal(1, learners, width, hidden),
-    normal(2, learners, hidden),
-    normal(3, learners, hidden, width),
-  )
+  dtype = 'float32' if small else 'bfloat16'
+  # Blocks of the row matter where it does not fit one.
+  arrays = kernel_cases.arrays(op, dtype, tiny=small, length=1024)
+  return kernel_cases.with_gradients(op, backend), arrays
 
 
 def compiled(op, backend, sizes):

@@ -497,7 +497,8 @@ def parse(text, hint):
   text = text.strip()
   words = {'none': None, 'true': True, 'false': False}
   value = read_literal(text)
-  parts = tuple(part.strip() for part in split(text, '([{)]}'))
+  parts = (part.strip() for part in split(text, '([{)]}', '"\''))
+  parts = tuple(map(read_literal, parts))
   candidates = (words.get(text.lower(), _NO), text, value, parts, (value,))
   for candidate in candidates:
     if _fit(candidate, hint) is not _NO:

@@ -268,7 +268,9 @@ def test_groups_in_a_tuple_are_set_as_one_is():
     SweepConfig(), [('groups', "({'name': 'a'}, {'name': 'b'})")]
   )
   assert [group.name for group in sweep.groups] == ['a', 'b']
-  assert config.parse('count, sum', tuple[str, ...]) == ('count', 'sum')
+  for text in ('count, sum', "count,'sum'", "('count', 'sum')"):
+    assert config.parse(text, tuple[str, ...]) == ('count', 'sum')
+  assert config.parse("'a,b'", tuple[str, ...]) == ('a,b',)
 
 
 def test_paths_are_compared_by_their_last_part():

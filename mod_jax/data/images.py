@@ -242,6 +242,8 @@ class ImageDataConfig:
 
 def class_names(config: ImageDataConfig) -> tuple[str, ...]:
   """Returns the names of the classes in the order of labels."""
+  if config.source == 'tfds':  # Known before the data are there.
+    return tfds_images.class_names(config.name, config.data_dir or None)
   return open_split(config, 'eval').class_names
 
 

@@ -88,6 +88,11 @@ class TfdsImages:
     return label
 
 
+def class_names(name: str, data_dir: str | None) -> tuple[str, ...]:
+  """Returns the names of a data set's labels; reads no record."""
+  return _label_names(tfds_builder.load(name, data_dir), name)
+
+
 def _to_image(value: Any, what: str) -> Image.Image:
   if isinstance(value, np.ndarray):
     if value.ndim == 3 and value.shape[-1] == 1:

@@ -242,7 +242,7 @@ class Attention(nn.Module):
           source, q_BLHC, k_BLGC, v_BLGC, info.valid_BL
         )
       elif source is not None:
-        out_BLHC = _attended_over(source, config, q_BLHC, k_BLGC, v_BLGC)
+        out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info, source)
       elif info.keep_BL is not None:
         out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
         if self.score == 'mean':
@@ -254,7 +254,9 @@ class Attention(nn.Module):
           q_BLHC, k_BLGC, v_BLGC, bias_BHLS
         )
       elif self.score == 'mean':
-        out_BLHC, aux['attention'] = _scored(q_BLHC, k_BLGC, v_BLGC, info)
+        out_BLHC, aux['attention'] = _scored(
+          q_BLHC, k_BLGC, v_BLGC, info.valid_BL
+        )
       elif cache is None:
         out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info)
       else:
@@ -420,50 +422,53 @@ def _seen(config: AttentionConfig, position_BL, position_BS):
 _HEADS = ('batch', 'length', 'act_heads', None)
 
 
-def _scored(q_BLHC, k_BLHC, v_BLHC, info: TokenInfo):
+def _scored(q_BLHC, k_BLHC, v_BLHC, valid_BL):
   """Returns out_BLHC and the attention that each token received."""
-  # The kernels support only a mask of real tokens [B, L]; other masks [B, L, L]
-  # use plain XLA.
-  mask = info.valid_BL
-  if info.segment_BL is not None:
-    mask = info.segment_BL[:, :, None] == info.segment_BL[:, None, :]
-    if info.valid_BL is not None:
-      mask &= info.valid_BL[:, None, :]
-  hidden = ('batch', *(None,) * (1 if mask is None else mask.ndim - 1))
 
   def run(*args):
     out_BLHC, score_BL = mod_jax_kernels.route_scores(*args)
     return out_BLHC, parallel.mean_over(score_BL, 'act_heads')
 
+  tokens = ('batch', 'length')
   return parallel.per_device(
-    run, (_HEADS, _HEADS, _HEADS, hidden), (_HEADS, ('batch', 'length'))
-  )(q_BLHC, k_BLHC, v_BLHC, mask)
+    run, (_HEADS, _HEADS, _HEADS, tokens), (_HEADS, tokens)
+  )(q_BLHC, k_BLHC, v_BLHC, valid_BL)
 
 
-def _attended(config: AttentionConfig, q_BLHC, k_BLGC, v_BLGC, info: TokenInfo):
-  """Returns out_BLHC of whole sequences."""
-  # The kernels take document numbers, not an L x L mask. Padding becomes a
-  # separate document, so that no real token sees it. It gets the lowest int32;
-  # a document with that number gets the next one.
-  segment_BL = info.segment_BL
-  if info.valid_BL is not None:
-    padding = jnp.iinfo(jnp.int32).min
-    number_BL = 0 if segment_BL is None else segment_BL.astype(jnp.int32)
-    number_BL = jnp.maximum(number_BL, padding + 1)
-    segment_BL = jnp.where(info.valid_BL, number_BL, padding)
+def _attended(
+  config: AttentionConfig,
+  q_BLHC,
+  k_BSGC,
+  v_BSGC,
+  info: TokenInfo,
+  source: Source | None = None,
+):
+  """Returns out_BLHC of whole sequences, or over all tokens of a source."""
+  segment_BL = visible_BLS = None
+  if source is not None:
+    if source.valid_BS is not None:
+      visible_BLS = source.valid_BS[:, None]
+  else:
+    segment_BL = info.segment_BL
+    if info.valid_BL is not None:
+      # The kernels take document numbers, not an L x L mask. Padding becomes a
+      # separate document, so that no real token sees it. It gets the lowest
+      # int32; a document with that number gets the next one.
+      padding = jnp.iinfo(jnp.int32).min
+      number_BL = 0 if segment_BL is None else segment_BL.astype(jnp.int32)
+      number_BL = jnp.maximum(number_BL, padding + 1)
+      segment_BL = jnp.where(info.valid_BL, number_BL, padding)
+    if config.window is not None:
+      visible_BLS = _seen(config, info.position_BL, info.position_BL)
 
-  visible_BLS = None
-  if config.window is not None:
-    visible_BLS = _seen(config, info.position_BL, info.position_BL)
-
-  def run(q_BLHC, k_BLGC, v_BLGC, segment_BL, visible_BLS):
+  def run(q_BLHC, k_BSGC, v_BSGC, segment_BL, visible_BLS):
     return (
       mod_jax_kernels.attention(
         q_BLHC,
-        k_BLGC,
-        v_BLGC,
+        k_BSGC,
+        v_BSGC,
         visible_BLS,
-        causal=config.causal,
+        causal=config.causal and source is None,
         segment_BL=segment_BL,
         implementation=config.implementation,
       ),
@@ -473,24 +478,7 @@ def _attended(config: AttentionConfig, q_BLHC, k_BLGC, v_BLGC, info: TokenInfo):
     run,
     (_HEADS, _HEADS, _HEADS, ('batch', 'length'), ('batch', None, None)),
     (_HEADS,),
-  )(q_BLHC, k_BLGC, v_BLGC, segment_BL, visible_BLS)
-  return out_BLHC
-
-
-def _attended_over(
-  source: Source, config: AttentionConfig, q_BLHC, k_BSGC, v_BSGC
-):
-  """Returns out_BLHC of queries that see all real tokens of the source."""
-  mask_B1S = None if source.valid_BS is None else source.valid_BS[:, None]
-
-  def run(*args):
-    return (
-      mod_jax_kernels.attention(*args, implementation=config.implementation),
-    )
-
-  (out_BLHC,) = parallel.per_device(
-    run, (_HEADS, _HEADS, _HEADS, ('batch', None, None)), (_HEADS,)
-  )(q_BLHC, k_BSGC, v_BSGC, mask_B1S)
+  )(q_BLHC, k_BSGC, v_BSGC, segment_BL, visible_BLS)
   return out_BLHC
 
 

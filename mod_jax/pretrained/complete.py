@@ -8,26 +8,16 @@ import dataclasses
 from mod_jax.data import images as images_lib
 from mod_jax.data import text
 from mod_jax.errors import UserError
-from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.models.vlm import VLMConfig
-from mod_jax.models.wav2vec2 import Wav2Vec2Config
+from mod_jax.pretrained import source as source_lib
 from mod_jax.pretrained.load import Run, about
 from mod_jax.tasks.experiment import ExperimentConfig
 
 # Fields of a model that are kept when it takes over pretrained weights.
 _OWN = ('routing', 'experts', 'adaptive', 'lora', 'dtype', 'remat')
 _OWN_OF_IMAGES = (*_OWN, 'reduction')
-# Dense models by their configs.
-_KINDS = {
-  DETRConfig: 'a detector',
-  LMConfig: 'a language model',
-  ViTConfig: 'a vision transformer',
-  VLMConfig: 'a model that sees and reads',
-  Wav2Vec2Config: 'a model of speech',
-}
 
 
 def images(
@@ -105,8 +95,8 @@ def _with_own(model, source, names):
 
 def _about(init: str, *, of_text: bool) -> Run:
   run = about(init)
-  wanted = _KINDS[LMConfig if of_text else ViTConfig]
-  found = _KINDS[type(run.config.dense_twin())]
+  wanted = source_lib.NAMES[LMConfig if of_text else ViTConfig]
+  found = source_lib.NAMES[type(run.config.dense_twin())]
   if found != wanted:
     raise UserError(f'init={init} is {found}: give {wanted}.')
   return run

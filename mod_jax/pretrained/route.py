@@ -21,8 +21,10 @@ from mod_jax.models import acm, lm, protocol, vlm
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
+from mod_jax.pretrained import source as source_lib
 from mod_jax.pretrained.load import Run, load, require_floats
 from mod_jax.tasks import make_task
 from mod_jax.tasks.detection import Detection
@@ -33,6 +35,14 @@ from mod_jax.tasks.vision_language import VisionLanguage
 Method = Literal[
   *('amod', 'mod', 'dynamic', 'tome', 'evit', 'acm', 'pmod', 'gamma')
 ]
+# Methods by the dense model that they are for.
+_METHODS = {
+  DETRConfig: ('amod', 'mod'),
+  LMConfig: ('mod', 'acm'),
+  ViTConfig: ('amod', 'mod', 'dynamic', 'tome', 'evit', 'acm'),
+  VLMConfig: ('pmod', 'gamma'),
+  Wav2Vec2Config: ('amod', 'mod', 'acm'),
+}
 # Methods without a capacity, and what they have instead.
 _WITHOUT_CAPACITY = {
   'tome': 'it merges a number of tokens in each block; give r=8 instead',
@@ -96,25 +106,10 @@ def route(
     'gamma': _gamma,
   }
   config_lib.choose(method, methods, 'method')
-  if isinstance(run.config, VLMConfig) != (method in ('pmod', 'gamma')):
+  if method not in (allowed := _METHODS[type(run.config)]):
     raise UserError(
-      f"method={method!r}: 'pmod' and 'gamma' are for models that read pictures"
-      ' and text, and these take no other.'
-    )
-  if isinstance(run.config, LMConfig) and method not in ('mod', 'acm'):
-    raise UserError(
-      f"method={method!r} is for vision transformers: take 'mod' or 'acm' for a"
-      ' language model.'
-    )
-  if isinstance(run.config, DETRConfig) and method not in ('amod', 'mod'):
-    raise UserError(
-      f"method={method!r} is not for detectors: take 'amod' or 'mod'."
-    )
-  speaks = isinstance(run.config, Wav2Vec2Config)
-  if speaks and method not in ('amod', 'mod', 'acm'):
-    raise UserError(
-      f"method={method!r} is for vision transformers: take 'amod', 'mod' or"
-      " 'acm' for a model of speech."
+      f'method={method!r} is not for {source_lib.NAMES[type(run.config)]}: take'
+      f' one of {", ".join(allowed)}.'
     )
   if capacity is not None and method in _WITHOUT_CAPACITY:
     raise UserError(
@@ -143,7 +138,7 @@ def route(
   reads = isinstance(config, LMConfig | VLMConfig)
   if reads and run.task is not None:
     changed['task'].modality.use_tokenizer(*run.task.modality.tokenizer_source)
-  if speaks and run.task is not None:
+  if isinstance(config, Wav2Vec2Config) and run.task is not None:
     # The one that lies beside the weights; the data may be elsewhere by now.
     changed['task'].modality.vocabulary = run.task.modality.vocabulary
   return dataclasses.replace(run, **changed)

@@ -439,7 +439,7 @@ def _compiled(proof: Proof, config, topology) -> Proof:
     collectives[part.kind] = (count + part.count, sent + part.sent)
     network += part.sent / topology.bandwidth([mesh[i] for i in part.group])
   launch_seconds = 0.0
-  peak = peaks.of(mesh[0], config.model.dtype)
+  peak = peaks.of(mesh[0], make_task(config).dtype)
   if isinstance(topology.chip, slices.Gpu):
     bandwidth = topology.chip.memory_bandwidth
     launch_seconds = math.fsum(

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from mod_jax import routing
 from mod_jax.errors import UserError
-from mod_jax.layers import acm, stack
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import Block, BlockConfig
 from mod_jax.layers.experts import ExpertMLP, ExpertMLPConfig, ExpertsConfig
@@ -23,9 +23,6 @@ attention = functools.partial(
   AttentionConfig, width=8, num_heads=4, num_kv_heads=2, head_dim=2
 )
 mlp = functools.partial(MLPConfig, width=8, hidden=4)
-adaptive = functools.partial(
-  acm.ACMConfig, inputs=8, outputs=8, hidden=4, min_learners=0
-)
 BLOCK = BlockConfig(attention=attention(), mlp=mlp())
 READING = dataclasses.replace(BLOCK, cross_attention=attention())
 INFO = TokenInfo(jnp.zeros((1, 4), jnp.int32))
@@ -34,12 +31,11 @@ INFO = TokenInfo(jnp.zeros((1, 4), jnp.int32))
 def run(module, mode=None):
   """Runs a module with features and parameters of the right shapes."""
   x_BLD = jnp.zeros((1, 4, 8))
-  args = (x_BLD,) if isinstance(module, acm.ACM) else (x_BLD, INFO)
-  variables = jax.eval_shape(module.init, jax.random.key(0), *args)
+  variables = jax.eval_shape(module.init, jax.random.key(0), x_BLD, INFO)
   variables = {'params': variables['params']}
   if mode is not None:
     module = module.clone(mode=mode)
-  jax.eval_shape(module.apply, variables, *args)
+  jax.eval_shape(module.apply, variables, x_BLD, INFO)
 
 
 def routed(**fields):
@@ -51,13 +47,6 @@ def routed(**fields):
 def experts(**fields):
   config = ExpertsConfig(num_experts=2, **fields)
   return ExpertMLP(ExpertMLPConfig(mlp=mlp(), experts=config))
-
-
-def layers(period, **last):
-  """Four layers, dense and routed in turn, that a loop is to run."""
-  configs = list(stack.layer_configs(BLOCK, 4, MoDConfig(capacity=0.5)))
-  configs[3] = dataclasses.replace(configs[3], **last)
-  return stack.StackConfig(layers=tuple(configs), period=period, scan=True)
 
 
 SHIFTED = {'capacity_schedule': 'shifted_cosine'}
@@ -99,32 +88,13 @@ TABLE = [
   ),
   # Routing of images.
   (
-    lambda: VisionRoutingConfig(score='learned', gate='none'),
-    *("gate='none'", 'gradient'),
-  ),
-  (
     lambda: VisionRoutingConfig(kinds=('image',)),
     *("kinds=('image',)", 'expected None', 'leave it out'),
   ),
-  (
-    lambda: VisionRoutingConfig(layers=(3, 12)).capacities(12),
-    *('(3, 12)', 'from 0 to 11'),
-  ),
-  (
-    lambda: VisionRoutingConfig(layers=()).capacities(12),
-    *('num_layers=12', 'routing=None'),
-  ),
-  (
-    lambda: VisionRoutingConfig(first=12).capacities(12),
-    *('num_layers=12', 'first'),
-  ),
   # What stands in a block, and stacks.
-  (lambda: attention(num_kv_heads=3), 'num_kv_heads=3, num_heads=4', 'divide'),
   (lambda: attention(num_heads=0), 'AttentionConfig.num_heads=0'),
   (lambda: READING.flops(4), 'source_tokens'),
   (lambda: run(Block(READING)), 'source=None'),
-  (lambda: layers(period=3), 'num_layers=4, period=3'),
-  (lambda: layers(period=2, capacity=0.25), 'block=3', 'like block 1'),
   # Experts.
   (lambda: experts(per_token=3), 'per_token=3, num_experts=2'),
   (lambda: experts(compute_share=0.5), 'compute_share=0.5, num_nulls=0'),
@@ -137,19 +107,10 @@ TABLE = [
     lambda: run(experts(choice='expert'), BY_THRESHOLD),
     'threshold_decay above 0',
   ),
-  # Adaptive modules.
-  (
-    lambda: acm.ffn_config(6, 12, num_learners=5),
-    *('num_learners=5, hidden=12', 'divide'),
-  ),
-  (
-    lambda: acm.projection_config(6, 6, num_learners=9),
-    *('num_learners=9, inputs=6, outputs=6', 'fewer'),
-  ),
-  (
-    lambda: run(acm.ACM(adaptive(num_learners=3)), 4),
-    *('learners=4', 'expected 0 to 3'),
-  ),
+  # Functions of `routing`.
+  (lambda: routing.gate('relu', jnp.zeros(2)), "gate='relu'", 'one_plus_tanh'),
+  (lambda: routing.select_tokens(jnp.zeros((2, 7)), 0), 'k=0: ', '1 to 7'),
+  (lambda: routing.select_tokens(jnp.zeros((2, 7)), 8), 'k=8: ', '1 to 7'),
 ]
 
 

@@ -411,31 +411,6 @@ def count(equations):
   )
 
 
-class TestGradients:
-  def test_each_loss_moves_what_it_should(self, config, variables):
-    def parts(params):
-      out = LanguageModel(config).apply({'params': params}, TOKENS_BL[:, :-1])
-      language = losses.next_token_loss(
-        out.logits_BLV, TOKENS_BL[:, 1:], jnp.ones((B, L - 1))
-      )
-      predictor = [
-        losses.choice_bce(told.predictor_BL, told.top_k_BL)[0]
-        for told in out.routing
-      ]
-      return jnp.stack([language[0], sum(predictor)])
-
-    language, predictor = jax.jit(
-      lambda params: [
-        jax.tree.map(lambda g, i=i: g[i], jax.jacrev(parts)(params))
-        for i in range(2)
-      ]
-    )(variables['params'])
-    for path, grad in jax.tree_util.tree_leaves_with_path(language):
-      assert grad.any() == ('predictor' not in str(path)), path
-    for path, grad in jax.tree_util.tree_leaves_with_path(predictor):
-      assert grad.any() == ('predictor' in str(path)), path
-
-
 class TestThreshold:
   @pytest.mark.slow
   def test_moves_alike_scanned_and_rematerialised(self, four, four_variables):

@@ -546,11 +546,11 @@ def test_only_a_learned_router_has_a_loss_of_its_choice(score):
     ),
     (
       lambda: mod_jax.route(Run(config=DENSE, variables={})),
-      "method='amod': 'pmod' and 'gamma' are for models that read pictures",
+      "method='amod' is not for a model that sees and reads: take one of pmod",
     ),
     (
       lambda: mod_jax.route(Run(config=tiny.LM, variables={}), 'pmod'),
-      "method='pmod': 'pmod' and 'gamma' are for",
+      "method='pmod' is not for a language model: take one of mod, acm",
     ),
   ],
 )

@@ -54,7 +54,9 @@ def test_there_and_back(dense, boxes, tmp_path):
 
 
 def test_what_is_for_other_models_is_refused(dense, tmp_path):
-  with pytest.raises(UserError, match="'tome' is not for detectors"):
+  with pytest.raises(
+    UserError, match="'tome' is not for a detector: take one of amod, mod"
+  ):
     mod_jax.route(dense, 'tome', r=2)
   with pytest.raises(UserError, match='or a detector'):
     mod_jax.export(dense, tmp_path, 'timm')

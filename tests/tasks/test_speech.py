@@ -115,7 +115,7 @@ def test_routed_it_keeps_the_vocabulary_beside_its_weights(dense, tmp_path):
   file = tmp_path / 'export/vocab.json'
   file.write_text(file.read_text().replace('"a"', '"x"'))
   exported = mod_jax.load(tmp_path / 'export')
-  with pytest.raises(UserError, match="take 'amod', 'mod' or 'acm'"):
+  with pytest.raises(UserError, match='take one of amod, mod, acm'):
     mod_jax.route(exported, 'tome', r=2)
   routed = mod_jax.route(exported, 'mod')
   found, expected = (
