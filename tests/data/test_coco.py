@@ -65,9 +65,16 @@ def test_objects_are_fractions_of_their_picture(tmp_path):
 
 
 def test_a_changed_box_is_noticed(tmp_path):
-  before = coco.Coco(write(tmp_path), 'train').fingerprint()
-  assert coco.Coco(write(tmp_path), 'train').fingerprint() == before
-  data = copy.deepcopy(DATA)
+  size = {'width': 40, 'height': 20}
+  ids = range(40)
+  data = DATA | {
+    'images': [{'id': i, 'file_name': f'{i}.png'} | size for i in ids],
+    'annotations': [
+      {'image_id': i, 'category_id': 7, 'bbox': [4, 2, 8, 10]} for i in ids
+    ],
+  }
+  before = coco.Coco(write(tmp_path, data), 'train').fingerprint()
+  assert coco.Coco(write(tmp_path, data), 'train').fingerprint() == before
   data['annotations'][0]['bbox'][2] += 1
   assert coco.Coco(write(tmp_path, data), 'train').fingerprint() != before
 
