@@ -10,8 +10,8 @@ on PyPI, and the documentation of Python 3.11 in reStructuredText,
 `usr/share/doc/python3.11/html/_sources` in Debian's `python3.11-doc`. There are
 no results yet.
 
-All models start from the same weights and are trained on the
-same rows, computing in bfloat16 with float32 weights, by the recipe of
+All models start from the same weights and are trained on the same rows,
+computing in bfloat16 with float32 weights, by the recipe of
 `configs/lm/convert.py`: gates of 1 + tanh, routers at a hundred times the rate
 of other weights, a capacity that comes down over the first fifth of the steps.
 The causal rules are that of the auxiliary loss and that of moving thresholds.

@@ -359,15 +359,19 @@ def _tuples(value):
   return value
 
 
+def _holds_groups(value) -> bool:
+  """Whether a value is a tuple with the fields of a dataclass in it."""
+  return isinstance(value, tuple) and any(
+    isinstance(element, Mapping) for element in value
+  )
+
+
 def _decode(value, hint, path):
   """Inverts `_encode`; raises UserError for what the annotation forbids."""
   if isinstance(value, Mapping) and classes_of(hint):
     return _decode_dataclass(value, hint, path)
   tuples = [m for m in _members(hint) if typing.get_origin(m) is tuple]
-  of_groups = isinstance(value, tuple) and any(
-    isinstance(v, Mapping) for v in value
-  )
-  if of_groups and tuples:
+  if tuples and _holds_groups(value):
     hints = _elements(tuples[0], value)
     value = tuple(
       _decode(element, element_hint, f'{path}[{i}]')
@@ -581,7 +585,7 @@ def override(instance, texts, where='--config.'):
   for path, text in sorted(texts, key=outer_groups_first):
     hint = field(instance, path, where, changes)
     value = parse(text, hint)
-    if isinstance(value, tuple) and any(isinstance(x, dict) for x in value):
+    if _holds_groups(value):
       changes[path] = _decode(value, hint, where + path)
     elif not isinstance(value, dict) or not classes_of(hint):
       changes[path] = _fitted(where + path, value, hint, text)

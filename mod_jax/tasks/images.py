@@ -35,6 +35,7 @@ def _number(block: str) -> int:
 class Images(Pictures):
   """Classification of images into one of several classes."""
 
+  loss_unit = 'image'
   reader = images_lib
   columns = ('accuracy', 'top5', 'loss')
   main = ('loss', 'accuracy', 'top5')
@@ -158,7 +159,7 @@ class Images(Pictures):
       records,
       title=f'Loss and {what} over training',
       classifier=what,
-      unit='image',
+      unit=self.loss_unit,
     )
 
   def studies(self):
