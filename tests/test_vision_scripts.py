@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 
 from command_line import ROOT, assert_refused, overrides, run
 from PIL import Image
@@ -105,6 +106,11 @@ def test_predict(pruned, tmp_path):
   both = f'--predict={tmp_path}/{{a,b}}.png,{tmp_path}/a.png'
   lines_again = run(*predict, both, '--step=3').out.splitlines()
   assert lines_again == [*lines, lines[0]]
+  named = tmp_path / 'sub' / 'a[1].png'
+  named.parent.mkdir()
+  shutil.copy(tmp_path / 'a.png', named)
+  (line,) = run(*predict, f'--predict={named}').out.splitlines()
+  assert line.split()[1:] == lines[0].split()[1:]
   ended = run(*predict, f'--predict={tmp_path}/a.png', '--step=1')
   assert_refused(ended, r'no checkpoint at step 1 .*\[3\]')
   # One that cannot be read keeps nobody from the answers to the others.

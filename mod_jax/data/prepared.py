@@ -146,6 +146,7 @@ class _WholeCheck(threading.Thread):
         reason = 'its SHA-256 is not the one in the index'
       except errors.UserError as e:
         reason = str(e)
+      _begin_check.cache_clear()  # A corpus that is restored is checked anew.
       self._damage = (
         f'{path!r} is not as it was prepared ({reason}): restore it from a '
         'copy, or prepare the corpus again'
@@ -155,7 +156,6 @@ class _WholeCheck(threading.Thread):
   def check(self) -> None:
     """Raises errors.UserError if there is damage so far."""
     if self._damage:
-      _begin_check.cache_clear()  # A corpus that was restored is checked anew.
       raise errors.UserError(self._damage)
 
 

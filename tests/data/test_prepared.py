@@ -246,6 +246,9 @@ def test_what_no_sample_sees(root, tmp_path, monkeypatch):
     read()
   with pytest.raises(errors.UserError, match=message):
     prepare.prepare(source, str(tmp_path), shard_bytes=4 * KIB)
+  token[0] ^= 1
+  token.flush()
+  whole(text.open_stream(prepared_config(tmp_path), 'train'))
 
 
 def test_ids_of_no_vocabulary(root, tmp_path):

@@ -5,8 +5,10 @@ import dataclasses
 import importlib.util
 import json
 import shutil
+import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from mod_jax import config as config_lib
@@ -162,6 +164,30 @@ def test_what_is_too_large_quickly_is_compiled_as_a_run_would(
   assert levels == ['O1', jax.config.jax_optimization_level] != ['O1'] * 2
   assert not proof.fits
   assert proof.memory == 13.5 * 2**30
+
+
+@needs_libtpu
+def test_what_compiles_and_does_not_fit_is_compiled_again(tiny, monkeypatch):
+  sizes = iter((10**12, 10**9))
+
+  class Compiled:
+    def memory_analysis(self):
+      names = ('argument', 'output', 'alias', 'temp', 'generated_code')
+      sizes_by_name = {f'{name}_size_in_bytes': 0 for name in names}
+      sizes_by_name['temp_size_in_bytes'] = next(sizes)
+      return types.SimpleNamespace(**sizes_by_name)
+
+    def as_text(self):
+      return (
+        jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile().as_text()
+      )
+
+  lowered = types.SimpleNamespace(compile=Compiled)
+  monkeypatch.setattr(prove, 'lower', lambda *args: lowered)
+  (topology,) = slices.parse('v5e:2x2')
+  proof = prove.prove(tiny, topology)
+  assert proof.fits
+  assert proof.memory == 10**9
 
 
 def test_batches_have_the_shapes_that_are_told(tiny):

@@ -159,6 +159,10 @@ def test_ranks_are_of_the_language_model_with_its_pictures():
   text = np.array(found['tokens']) - [16, 8, 2]
   np.testing.assert_allclose(text, text[0])
   assert 30 < text[0] < 50
+  # Room for a picture that no row has takes no place of the text.
+  roomy = config_lib.replace(task.config, {'data.pictures': 2})
+  again = make_task(roomy).studies()['arank'](params, variables, None)
+  assert again.metrics['tokens'] == found['tokens']
   assert (np.array(found['share']) <= 1).all()
   # Of digits and of the background together it is the capacity.
   found = task.studies()['image_tokens'](params, variables, None).metrics
