@@ -35,7 +35,6 @@ class ACMConfig(Slot):
   hidden: config_lib.Size  # F, hidden units of each learner.
   num_learners: config_lib.Unrolled = 4  # Learners of each module (N).
   min_learners: Literal[0, 1] = 0  # Fewest learners that the gate may choose.
-  gate_hidden: config_lib.Size = 8  # Hidden units of the gate.
   activation: Literal['gelu', 'linear'] = 'gelu'  # Activation of learners.
   # Temperature of the gate's softmax and Gumbel-softmax.
   temperature: config_lib.Temperature = 0.8
@@ -101,6 +100,13 @@ class ACMConfig(Slot):
     return 2 * self.hidden * (self.inputs + self.outputs)
 
   @property
+  def gate_hidden(self) -> int:
+    """Hidden units of the gate, for one percent of the cost of all learners."""
+    cost = self.num_learners * self.learner_flops / 100
+    # A single unit could hardly distinguish the choices.
+    return max(2, int(cost / (2 * (self.inputs + self.num_choices))))
+
+  @property
   def gate_flops(self) -> int:
     """FLOPs of the gate on one token."""
     return 2 * self.gate_hidden * (self.inputs + self.num_choices)
@@ -118,8 +124,9 @@ def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
     num_learners=learners,
     hidden=hidden,
   )
-  sizes = {'inputs': width, 'outputs': width, 'hidden': hidden // learners}
-  return _with_gate(ACMConfig(**{**sizes, 'min_learners': 0, **kwargs}))
+  return ACMConfig(
+    inputs=width, outputs=width, hidden=hidden // learners, **kwargs
+  )
 
 
 def projection_config(inputs: int, outputs: int, **kwargs) -> ACMConfig:
@@ -141,15 +148,7 @@ def projection_config(inputs: int, outputs: int, **kwargs) -> ACMConfig:
     outputs=outputs,
   )
   sizes = {'inputs': inputs, 'outputs': outputs, 'hidden': hidden}
-  return _with_gate(ACMConfig(**{**sizes, 'min_learners': 1, **kwargs}))
-
-
-def _with_gate(config: ACMConfig) -> ACMConfig:
-  """Sizes the gate to about one percent of the cost of all learners."""
-  cost = config.num_learners * config.learner_flops / 100
-  hidden = int(cost / (2 * (config.inputs + config.num_choices)))
-  # A single unit could hardly distinguish the choices.
-  return dataclasses.replace(config, gate_hidden=max(2, hidden))
+  return ACMConfig(**sizes, min_learners=1, **kwargs)
 
 
 @flax.struct.dataclass

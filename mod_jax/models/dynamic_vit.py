@@ -20,7 +20,7 @@ from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers.mode import Mode
 from mod_jax.models import vit
-from mod_jax.models.protocol import StackedOutput
+from mod_jax.models.protocol import StackedConfig, StackedOutput
 from mod_jax.models.vit import ViTConfig
 
 
@@ -29,7 +29,7 @@ def _of_backbone(name: str) -> property:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicViTConfig:
+class DynamicViTConfig(StackedConfig):
   """A backbone, and where and how many of its patches are dropped."""
 
   backbone: ViTConfig = ViTConfig()  # The model without dropping.
@@ -54,8 +54,6 @@ class DynamicViTConfig:
   adaptive = _of_backbone('adaptive')
   lora = _of_backbone('lora')
   stack = _of_backbone('stack')
-  capacities = _of_backbone('capacities')
-  routed_blocks = _of_backbone('routed_blocks')
   num_classes = _of_backbone('num_classes')
   image_size = _of_backbone('image_size')
   num_tokens = _of_backbone('num_tokens')
@@ -147,8 +145,7 @@ class DynamicViTConfig:
     """Returns the dense backbone, which drops nothing."""
     return self.backbone.dense_twin()
 
-  def with_parts(self, **parts: Any) -> 'DynamicViTConfig':
-    """Returns the model with `routing` and so on of its backbone replaced."""
+  def with_parts(self, **parts):
     return dataclasses.replace(self, backbone=self.backbone.with_parts(**parts))
 
   def example(self) -> jax.Array:

@@ -1,7 +1,7 @@
 """Interfaces that the configs and outputs of all models share."""
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from flax import linen as nn
 import jax
@@ -17,57 +17,7 @@ from mod_jax.layers.routing_config import RoutingConfig
 from mod_jax.layers.rules import Routing
 
 
-@runtime_checkable
-class ModelConfig(Protocol):
-  """A frozen dataclass that builds a model and counts its FLOPs.
-
-  `*length` is the number of tokens of a sequence for language models, and empty
-  for models of images, whose size is in the config.
-
-  The parts are nested: pruning decides which tokens remain, routing which of
-  them a block processes, and adaptive modules how much each of those costs.
-
-  Attributes:
-    routing: how blocks are routed; None for a model without routed blocks.
-    experts: which blocks have experts; None for none.
-    adaptive: which modules are split into learners; None for none.
-    lora: which maps have low-rank adapters; None for none.
-    capacities: each block's capacity; None for a block that is not routed.
-  """
-
-  routing: RoutingConfig | None
-  experts: ExpertsConfig | None
-  adaptive: AdaptiveConfig | None
-  lora: LoRAConfig | None
-  capacities: tuple[float | None, ...]
-
-  def build(self, **mode: Any) -> nn.Module:
-    """Returns the module; keywords are fields of `layers.mode.Mode`."""
-
-  def dense_twin(self) -> 'ModelConfig':
-    """Returns the same model without conditional computation or adapters."""
-
-  def with_parts(self, **parts: Any) -> 'ModelConfig':
-    """Returns the model with `routing` and so on replaced, or None."""
-
-  def example(self) -> Any:
-    """Returns a minimal input to initialise the model with."""
-
-  def tokens_per_block(self, *length: int) -> tuple[int, ...]:
-    """Returns how many of a sequence's tokens each block processes."""
-
-  def flops_table(self, *length: int) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, forward FLOPs by part) for one sequence or image."""
-
-  def row_prefixes(self, row: str) -> tuple[str, ...]:
-    """Returns how the names of a row's parameters in `flops_table` begin.
-
-    `row` is the first word of its name. Parameters of no row count as if they
-    came before all rows.
-    """
-
-
-def shapes(config: ModelConfig) -> dict[str, Any]:
+def shapes(config: 'StackedConfig') -> dict[str, Any]:
   """Returns the shapes of a model's variables, by collection."""
 
   def init():
@@ -79,7 +29,28 @@ def shapes(config: ModelConfig) -> dict[str, Any]:
 
 
 class StackedConfig:
-  """Base of configs whose model is a `stack` of layers."""
+  """Base of the configs of all models, which are a `stack` of layers and more.
+
+  Each is a frozen dataclass with `build(**mode)`, which returns the module and
+  takes fields of `layers.mode.Mode`; `example()`, a minimal input to initialise
+  it with; and `flops_table(*length)`, a list of (layer, forward FLOPs by part)
+  for one sequence or image. `*length` is the number of tokens of a sequence for
+  language models, and empty for models of images, whose size is in the config.
+
+  The parts are nested: pruning decides which tokens remain, routing which of
+  them a block processes, and adaptive modules how much each of those costs.
+
+  Attributes:
+    routing: how blocks are routed; None for a model without routed blocks.
+    experts: which blocks have experts; None for none.
+    adaptive: which modules are split into learners; None for none.
+    lora: which maps have low-rank adapters; None for none.
+  """
+
+  routing: RoutingConfig | None
+  experts: ExpertsConfig | None
+  adaptive: AdaptiveConfig | None
+  lora: LoRAConfig | None
 
   def _layers(self, block, **kwargs) -> tuple[LayerConfig, ...]:
     """Returns layers of one block, with the parts of the model."""
@@ -110,7 +81,11 @@ class StackedConfig:
     return self.stack.tokens_per_block(*length)
 
   def row_prefixes(self, row: str) -> tuple[str, ...]:
-    """Returns how the names of a row's parameters in `flops_table` begin."""
+    """Returns how the names of a row's parameters in `flops_table` begin.
+
+    `row` is the first word of its name. Parameters of no row count as if they
+    came before all rows.
+    """
     if row.startswith('block_'):
       return self.stack.prefixes(int(row.removeprefix('block_')))
     # Heads of other tokens have names that begin alike.

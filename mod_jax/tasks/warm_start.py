@@ -42,7 +42,7 @@ _HEADS = {'vision': ('head',), 'detector': ('classes/',)}
 
 def load_weights(
   init: str,
-  model: protocol.ModelConfig | None,
+  model: protocol.StackedConfig | None,
   params,
   model_state,
   *,
@@ -142,13 +142,13 @@ def load_weights(
   return params, model_state
 
 
-def _kind(config: protocol.ModelConfig) -> str:
+def _kind(config: protocol.StackedConfig) -> str:
   """Returns the kind of a model as `Source.kind` names published ones."""
   return _KINDS.get(type(config), 'vision')
 
 
 def _published(
-  source: 'source_lib.Source', model: protocol.ModelConfig, *, truncate: bool
+  source: 'source_lib.Source', model: protocol.StackedConfig, *, truncate: bool
 ) -> dict[str, Any]:
   """Returns what published weights hold of a model; they are of its kind."""
   if source.kind == 'language':

@@ -14,9 +14,7 @@ from mod_jax.layers import acm
 from mod_jax.layers.acm import ACM, ACMConfig
 
 B, L, N = 2, 7, 3
-FFN = ACMConfig(
-  inputs=6, outputs=5, hidden=4, num_learners=N, min_learners=0, gate_hidden=3
-)
+FFN = ACMConfig(inputs=6, outputs=5, hidden=4, num_learners=N, min_learners=0)
 PROJECTION = dataclasses.replace(FFN, min_learners=1, activation='linear')
 CONFIGS = {'ffn': FFN, 'projection': PROJECTION}
 CASES = [

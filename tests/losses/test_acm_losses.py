@@ -194,7 +194,7 @@ def test_diversity_loss_by_hand():
 
 
 CONFIG = ACMConfig(
-  inputs=4, outputs=2, hidden=1, num_learners=3, min_learners=0, gate_hidden=8
+  inputs=4, outputs=2, hidden=1, num_learners=3, min_learners=0
 )
 LEARNERS = {'mlp': Learners(0, 3, 2.0)}
 
