@@ -204,6 +204,40 @@ def _error(values_S: np.ndarray) -> float:
   return float(values_S.std(ddof=1) / np.sqrt(len(values_S)))
 
 
+def recovery_multipliers(found: Mapping[str, dict], slope: float) -> str:
+  """Table of how many times their FLOPs deeper models are worth.
+
+  That is the FLOPs with which models of four dense blocks, made larger and
+  trained for longer, would be expected to have the same loss, over the FLOPs
+  that were spent; 1 is break-even. Such models gain `slope` nats per token for
+  e times the FLOPs. Errors are standard errors over seeds, of pairs.
+  """
+  rows = []
+  for (width, length), arms in recovery_arms(found).items():
+    few = arms[FEW]
+    row = [str(width), str(length), str(len(few))]
+    for kind, rule in (
+      (MANY, 'loss'),
+      (ROUTED, 'loss'),
+      (ROUTED, 'threshold_rule'),
+    ):
+      gain_S = np.array(
+        [
+          dense['loss'] - deep[rule]
+          for dense, deep in zip(few, arms[kind], strict=True)
+        ]
+      )
+      cost = arms[kind][0]['train_flops'] / few[0]['train_flops']
+      worth = np.exp(gain_S.mean() / slope) / cost
+      row.append(f'{worth:.2f} ± {worth * _error(gain_S) / slope:.2f}')
+    rows.append(row)
+  header = [
+    *('width', 'rows of', 'seeds', MANY, f'{ROUTED}, top-k'),
+    'the same, threshold',
+  ]
+  return markdown(header, rows)
+
+
 def recovery_rates(found: Mapping[str, dict]) -> str:
   """Table of the losses of seed 0 at other learning rates."""
   factors = (0.5, 1.0, 2.0)

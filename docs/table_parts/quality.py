@@ -1,6 +1,7 @@
 """How good it is: what studies in `benchmarks/` came to, with their spread."""
 
 import functools
+import math
 import statistics
 
 import machine
@@ -277,6 +278,19 @@ def experts_recipe():
 def recovery():
   """What routed blocks recover of the worth of dense ones."""
   return study_tables.recovery(studied('recovery'))
+
+
+@table
+def recovery_multipliers():
+  """How many times their FLOPs deeper models are worth."""
+  # Of the budgets on both sides of these runs, of about 1e13 FLOPs.
+  below, above = (
+    (curve['budget'], curve['parabola']['loss']['value'])
+    for curve in laptop_fit()['curves']
+    if curve['group'] == 'dense' and curve['budget'] in (8e12, 2.5e13)
+  )
+  slope = (below[1] - above[1]) / math.log(above[0] / below[0])
+  return study_tables.recovery_multipliers(studied('recovery'), slope)
 
 
 @table
