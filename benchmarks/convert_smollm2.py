@@ -26,6 +26,8 @@ The ways are:
 * one router for all blocks (γ-MoD), and capacities that fall with depth by a
   cosine (p-MoD);
 * with the divergence from the dense model's predictions added to the loss;
+* ten and thirty times the learning rate of all weights but the routers', and
+  the dense model with them;
 * for comparison, random tokens; no tokens at all, so that the routed blocks are
   deleted; the deletion of as many blocks where Block Influence (ShortGPT, Men
   et al. 2024) is lowest; and the dense model trained on for as long.
@@ -90,6 +92,17 @@ def ways(parent: dict) -> dict[str, dict]:
   `parent` is the line of the dense model.
   """
 
+  rate = convert.get_config('half').optimizer.learning_rate
+
+  def at_rate(factor, **changes):
+    """Returns other rates of all weights but the routers'."""
+    rules = ((convert.ROUTERS, 100.0 / factor, 0), ('.*', 1.0, 0))
+    return {
+      'optimizer.learning_rate': rate * factor,
+      'optimizer.rules': rules,
+      **changes,
+    }
+
   def lowest(measure):
     order = np.argsort(parent[measure]).tolist()
     return tuple(sorted(order[: parent['routed']]))
@@ -102,6 +115,10 @@ def ways(parent: dict) -> dict[str, dict]:
       **_DELETED,
     },
     'MoD, 50%': {},
+    'MoD, 50%, rate × 10': at_rate(10),
+    'MoD, 50%, rate × 30': at_rate(30),
+    'dense, rate × 10': at_rate(10, **_DENSE),
+    'dense, rate × 30': at_rate(30, **_DENSE),
     'MoD, 25%': {'model.routing.capacity': 0.25},
     'MoD, 12.5%': {'model.routing.capacity': 0.125},
     'random scores, 50%': {
