@@ -1,9 +1,8 @@
 """The manifest of a sweep: the list of its runs, written by `plan`.
 
 `manifest.jsonl` has a line per run. Every line also holds the hash of all
-lines, so that edited, added or missing lines are noticed. The first run to
-begin records this hash in `begun.json`: from then on, another manifest in the
-same directory is refused.
+lines, so that edited, added or missing lines are noticed. Results of runs
+repeat it (see `run`), and once a run has begun, no other manifest is written.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks.experiment import ExperimentConfig
 
 FILE = 'manifest.jsonl'
-_BEGUN = 'begun.json'  # Holds the hash of the manifest that the runs are from.
+RUNS = 'runs'  # The directory of the runs.
 _HASH = 'manifest'  # The key of the hash over all lines, in each line.
 
 
@@ -41,19 +40,15 @@ def write(workdir, entries: Sequence[Entry]) -> str:
     for entry in entries
   ]
   digest = _digest(lines)
-  _check_begun(workdir, digest)
+  folder = workdir_lib.expand(workdir)
   text = ''.join(json.dumps(line | {_HASH: digest}) + '\n' for line in lines)
-  workdir_lib.write_text(workdir_lib.expand(workdir) / FILE, text)
+  begun = (folder / RUNS).exists()
+  if begun and (folder / FILE).exists() and read(workdir)[1] != digest:
+    raise UserError(
+      f'{folder} holds runs of another manifest: name another --workdir.'
+    )
+  workdir_lib.write_text(folder / FILE, text)
   return digest
-
-
-def begin(workdir, digest: str) -> None:
-  """Records that runs of the manifest with this hash have begun."""
-  _check_begun(workdir, digest)
-  path = workdir_lib.expand(workdir) / _BEGUN
-  if not path.exists():
-    # Workers may race here, but they all write the same content.
-    workdir_lib.write_text(path, json.dumps({_HASH: digest}) + '\n')
 
 
 def read(workdir) -> tuple[list[Entry], str]:
@@ -79,24 +74,6 @@ def read(workdir) -> tuple[list[Entry], str]:
       ' directory if runs were begun in this one.'
     ) from error
   return [_decoded(path, line) for line in lines], digest
-
-
-def _check_begun(workdir, digest):
-  path = workdir_lib.expand(workdir) / _BEGUN
-  if not path.exists():
-    return
-  try:
-    begun = json.loads(path.read_text())[_HASH]
-  except (ValueError, KeyError, TypeError) as error:
-    raise UserError(
-      f'{path} is damaged: delete it, if the runs in that directory are of the'
-      f' {FILE} that is there.'
-    ) from error
-  if begun != digest:
-    raise UserError(
-      f'{path.parent} holds runs of another manifest: name another --workdir,'
-      ' or restore the manifest that they were begun with.'
-    )
 
 
 def _digest(lines) -> str:

@@ -67,8 +67,8 @@ def run(
     this worker or other workers train them.
 
   Raises:
-    UserError: there is no manifest, or runs of another one were begun here; no
-      run is chosen; or as `loop.train`.
+    UserError: as `results`; no run is chosen; or as `loop.train`, for instance
+      where a run with the same id and another config was begun here.
   """
   workdir = workdir_lib.expand(workdir)
   entries, digest = manifest.read(workdir)
@@ -76,7 +76,7 @@ def run(
     raise UserError(
       f'no run is chosen: {workdir} has {len(entries)} of them, counted from 0.'
     )
-  manifest.begin(workdir, digest)
+  results(workdir)  # Raises if there are results of another manifest.
   jobs = [
     Job(
       id=entry.id,
@@ -197,7 +197,7 @@ def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
 
 def directory(workdir, entry: Entry):
   """Returns the directory of a run."""
-  return workdir_lib.expand(workdir) / 'runs' / entry.id
+  return workdir_lib.expand(workdir) / manifest.RUNS / entry.id
 
 
 def result_path(workdir, entry: Entry):
