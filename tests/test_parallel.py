@@ -273,9 +273,11 @@ class TestPerDevice:
       want,
     )
 
-  def test_chosen_learners(self):
+  # As few as make one step, and several.
+  @pytest.mark.parametrize('length', [3, 40])
+  def test_chosen_learners(self, length):
     module = acm.ACM(acm.ffn_config(8, 32))
-    z_BLD = jax.random.normal(jax.random.key(0), (4, 40, 8))
+    z_BLD = jax.random.normal(jax.random.key(0), (4, length, 8))
     init = jax.jit(acm.ACM(module.config, mode='all').init)
     params = nn.unbox(init(jax.random.key(1), z_BLD))
     want_BLD, choice = jax.jit(module.apply)(params, z_BLD)

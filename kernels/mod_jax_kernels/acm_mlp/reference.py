@@ -45,7 +45,6 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
       )
       learner_PD, before_PF = _learner(x_PD, w1_DF, b1_F, w2_FD, activation)
       sum_PD += jnp.where(_runs(start, rows, count), learner_PD, 0.0)
-      # Not `at[…].set`, a scatter, on which XLA crashes in a sharded program.
       sum_SD = jax.lax.dynamic_update_slice_in_dim(sum_SD, sum_PD, start, 0)
       if keep:
         before_SH = jax.lax.dynamic_update_slice(
@@ -55,7 +54,10 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
 
     def on_tile(i, carry):
       start = i * tile
-      size = jnp.sum(count - start > jnp.asarray(sizes[:-1]))
+      # The last size counts too, since `switch` bounds the number: without it
+      # the array of few tokens' sizes is empty, and XLA crashes on that in a
+      # sharded program.
+      size = jnp.sum(count - start > jnp.asarray(sizes))
       branches = [functools.partial(on_rows, rows, start) for rows in sizes]
       return jax.lax.switch(size, branches, carry)
 
