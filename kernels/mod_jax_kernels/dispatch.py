@@ -151,7 +151,13 @@ class Op:
     self.backends = list(backends)
 
   def register(self, backend: Backend) -> None:
-    """Adds a backend, which is preferred to the existing ones."""
+    """Adds a backend, which is preferred to the existing ones.
+
+    Raises:
+      ValueError: there is a backend of this name.
+    """
+    if any(backend.name == other.name for other in self.backends):
+      raise ValueError(f'name={backend.name!r} is that of another backend.')
     self.backends.insert(0, backend)
 
   def choose(self, implementation: str | None, *args) -> tuple[str, ...]:
@@ -224,17 +230,15 @@ class Op:
         first, *rest = arrays
         arrays = only_on(first, backend.platform, backend.name), *rest
       return compute(*arrays)
-    *_, default = (n for n in chosen if by_name[n].platform is None)
     platforms = {}
     for name in chosen:
       backend = by_name[name]
-      supported = () if backend.platform is None else (backend.platform,)
-      for platform in (
-        supported if backend.default_on is None else backend.default_on
-      ):
+      if backend.platform is None and backend.default_on is None:
+        break  # It runs anywhere, as the reference does at the latest.
+      for platform in backend.default_on or (backend.platform,):
         platforms.setdefault(platform, lazily(name))
     return jax.lax.platform_dependent(
-      *arrays, **platforms, default=lazily(default)
+      *arrays, **platforms, default=lazily(name)
     )
 
 

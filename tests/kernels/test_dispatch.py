@@ -132,7 +132,14 @@ class TestOrder:
         lowering_platforms=('tpu',)
       )
 
+  def test_a_name_is_that_of_one_backend(self):
+    op = make_op()
+    with pytest.raises(ValueError, match="'xla' is that of another"):
+      op.register(backend('xla', lambda x: 3 * x))
+
   def test_runs_anywhere_and_is_taken_on_some_platforms(self):
+    op = make_op(backend('new', lambda x: 3 * x))
+    np.testing.assert_array_equal(double(X, op=op), 3 * X)
     op = make_op(backend('new', lambda x: 3 * x, default_on=()))
     np.testing.assert_array_equal(double(X, op=op), 2 * X)
     np.testing.assert_array_equal(double(X, 'new', op), 3 * X)
