@@ -6,7 +6,7 @@ import numpy as np
 from op_tests import Case, OpTests, Target
 import pytest
 
-from mod_jax_kernels import grouped_dot
+from mod_jax_kernels import dispatch, grouped_dot
 
 
 def draw(
@@ -71,6 +71,23 @@ class TestGroupedDot(OpTests):
     if backend == 'xla':
       pytest.skip('JAX has no vmap of some ragged products')
     super().test_under_vmap(backend)
+
+  def test_what_is_of_no_group_harms_nobody(self, backend):
+    # Not whole blocks of the loop, the last of which reads the rest.
+    (x_TD, w_EDF, size_E), _ = draw(counts=(3, 0, 3))
+    dy_TF = jnp.ones((8, 6))
+
+    def both_ways(x_TD, dy_TF):
+      def product(x_TD, w_EDF):
+        return grouped_dot(x_TD, w_EDF, size_E, backend)
+
+      with dispatch.interpret():
+        y_TF, pull = jax.vjp(product, x_TD, w_EDF)
+        return y_TF, *pull(dy_TF)
+
+    got = both_ways(*(a.at[6:].set(np.nan) for a in (x_TD, dy_TF)))
+    for a, b in zip(got, both_ways(x_TD, dy_TF), strict=True):
+      np.testing.assert_array_equal(a, b)
 
 
 def test_a_cpu_computes_no_more_than_it_needs():

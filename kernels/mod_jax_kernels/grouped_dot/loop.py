@@ -37,10 +37,13 @@ def weight_gradient(x_TD, dy_TF, size_E):
   x_SD, dy_SF = (jnp.pad(x, ((0, rows), (0, 0))) for x in (x_TD, dy_TF))
 
   def step(dw_EDF, group, start, count):
+    # Zero both in rows of others, which then add nothing even if they are not
+    # finite.
+    of_group_R1 = (jnp.arange(rows) < count)[:, None]
     x_RD, dy_RF = (
-      jax.lax.dynamic_slice_in_dim(x, start, rows) for x in (x_SD, dy_SF)
+      jnp.where(of_group_R1, jax.lax.dynamic_slice_in_dim(x, start, rows), 0)
+      for x in (x_SD, dy_SF)
     )
-    dy_RF = jnp.where((jnp.arange(rows) < count)[:, None], dy_RF, 0)
     dw_DF = jnp.dot(x_RD.T, dy_RF, preferred_element_type=jnp.float32)
     return dw_EDF.at[group].add(dw_DF)
 
