@@ -185,9 +185,28 @@ def test_order_is_a_stable_sort():
   assert order.count_N.tolist() == [(clipped > n).sum() for n in range(N)]
 
 
-def test_more_learners_than_the_counts_type_can_hold():
-  order = order_lib.order(jnp.asarray([200, 255], jnp.uint8), 300)
-  assert order.count_N.tolist() == [2] * 200 + [1] * 55 + [0] * 45
+@pytest.mark.parametrize(
+  ('k', 'dtype', 'learners', 'want'),
+  [([200, 255], 'uint8', 300, [200, 255]), ([2**32 - 1], 'uint32', 3, [3])],
+)
+def test_numbers_of_other_types(k, dtype, learners, want):
+  order = order_lib.order(jnp.asarray(k, dtype), learners)
+  assert order.num_learners_T.tolist() == want
+  assert order.count_N.tolist() == [
+    sum(n < k for k in want) for n in range(learners)
+  ]
+
+
+def test_wide_learners_run_in_blocks_on_a_tpu():
+  *arrays, _ = shapes(tokens=500, width=16_384, hidden=4096)
+
+  def plan(*arrays):
+    order = order_lib.order(jnp.zeros(500, jnp.int32), 4)
+    seen.append(pallas_tpu.forward_plan(*arrays, order))
+
+  seen = []
+  jax.eval_shape(plan, *arrays)
+  assert seen[0].steps == 4 * 4096 // 128
 
 
 @pytest.mark.parametrize('tokens', [1, 33, 70, reference.TILE + 1])

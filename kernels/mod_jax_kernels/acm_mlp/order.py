@@ -29,7 +29,9 @@ def order(num_learners_T: jax.Array, learners: int) -> Order:
     num_learners_T: integers, clipped to 0..N.
     learners: N.
   """
-  k_T = jnp.clip(num_learners_T.astype(jnp.int32), 0, learners)
+  # Clip before casting, which makes large unsigned numbers negative.
+  most = min(learners, jnp.iinfo(num_learners_T.dtype).max)
+  k_T = jnp.clip(num_learners_T, 0, most).astype(jnp.int32)
   slot_T = slots(k_T, learners)
   tokens_T = jnp.arange(k_T.size, dtype=jnp.int32)
   token_T = jnp.zeros_like(tokens_T)

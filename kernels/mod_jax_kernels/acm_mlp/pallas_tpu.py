@@ -111,7 +111,7 @@ class Plan:
     # Add a dimension, so that blocks of one row span a whole dimension.
     self._weights = w1_NDF, b1_NF.astype(jnp.float32)[:, None], w2_NFD
     most = min(sizes['hidden'], _WEIGHTS // max(inputs, outputs))
-    units = block_of(hidden, most)
+    units = block_of(hidden, max(most, LANES))
     self._blocks = hidden // units
     self.steps = self._learners * self._blocks
     self._shapes = (inputs, units), (1, units), (units, outputs)
