@@ -278,13 +278,16 @@ def test_the_fitting_backend(platform, change, expected, monkeypatch):
 )
 def test_nothing_is_left_to_the_compiler_to_split(platform, alone, monkeypatch):
   x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
-  auto = jax.sharding.AxisType.Auto
-  found = {}
-  for size in (1, 2):
-    mesh = jax.sharding.AbstractMesh((size,), ('data',), (auto,))
+  for size, kind, expected in (
+    (1, 'Auto', alone),
+    (2, 'Auto', 'xla'),
+    (2, 'Explicit', 'xla'),
+    (2, 'Manual', alone),
+  ):
+    kinds = (jax.sharding.AxisType[kind],)
+    mesh = jax.sharding.AbstractMesh((size,), ('data',), kinds)
     with jax.sharding.use_abstract_mesh(mesh):
-      found[size] = fitting(monkeypatch, platform, x)
-  assert found == {1: alone, 2: 'xla'}
+      assert fitting(monkeypatch, platform, x) == expected
 
 
 @pytest.mark.parametrize(

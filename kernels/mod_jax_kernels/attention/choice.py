@@ -44,13 +44,14 @@ def triton_suits(q_BQHC, *_) -> bool:
 
 
 def _split_by_compiler() -> bool:
-  """Returns whether the compiler shards arrays over several devices.
+  """Returns whether several devices share arrays, outside of `shard_map`.
 
-  It cannot shard splash at all, and cuDNN only if q, k and v are sharded alike.
+  The compiler cannot shard splash at all, and cuDNN only if q, k and v are
+  sharded alike.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return any(
-    kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
+    kind != jax.sharding.AxisType.Manual and mesh.shape[name] > 1
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
   )
 
