@@ -8,7 +8,7 @@ import pytest
 
 from mod_jax import routing
 from mod_jax_kernels import dispatch
-from mod_jax_kernels.token_select import pallas_tpu, token_select
+from mod_jax_kernels.token_select import LONGEST, token_select
 
 pytestmark = pytest.mark.slow
 
@@ -86,9 +86,11 @@ class TestTokenSelect(OpTests):
     ({0: np.zeros((2, 17), np.int32)}, 'expected rows of floats'),
     ({0: np.float32(0)}, 'expected rows of floats'),
   )
-  lacking = ()
+  lacking = (
+    ('pallas', {'length': LONGEST + 1}, f'rows of {LONGEST} scores, which fit'),
+  )
   targets = (
-    *(target('tpu', *x) for x in [(197, 98), (pallas_tpu.LONGEST, 600)]),
+    *(target('tpu', *x) for x in [(197, 98), (LONGEST, LONGEST)]),
     *(target('cuda', *x) for x in [(2048, 256), (20000, 9)]),
   )
 
@@ -145,12 +147,3 @@ def test_sorts_where_nothing_else_was_measured_to_win(platform, length, sorts):
   if platform == 'cpu' == jax.default_backend():
     index = lowered.compile()(score)
     np.testing.assert_array_equal(index, plain(score, length // 2))
-
-
-def test_refuses_rows_longer_than_the_memory():
-  shape = jax.ShapeDtypeStruct((1, pallas_tpu.LONGEST + 1), jnp.float32)
-  with (
-    dispatch.interpret(),
-    pytest.raises(ValueError, match="vector memory: use 'sort'"),
-  ):
-    jax.eval_shape(lambda x: token_select(x, 4, 'pallas'), shape)

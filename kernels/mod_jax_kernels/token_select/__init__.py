@@ -12,12 +12,30 @@ Implementation = Literal['xla', 'sort', 'pallas', 'triton']
 # From this many scores in all rows, bisection on CPUs takes a half to a fifth
 # of the time of a sort; below, both take some ten microseconds.
 _MANY = 2**13
+# A TPU holds two buffers of eight rows, and as many positions at most.
+LONGEST = 2**17
 _HERE = 'mod_jax_kernels.token_select'
+
+
+def _lacks(key_BL) -> str | None:
+  """Returns why the kernel for TPUs does not support the rows, or None."""
+  if (length := key_BL.shape[1]) <= LONGEST:
+    return None
+  return (
+    f'takes rows of {LONGEST} scores, which fit the chip, and not {length}: use'
+    " None or 'xla'"
+  )
+
+
 OP = dispatch.Op(
   # Only if requested: the first is not measured yet. On an H100 the second
   # takes .7 of the time of sorts, which are 2% of a routed block's step.
   dispatch.Backend(
-    name='pallas', module=f'{_HERE}.pallas_tpu', platform='tpu', default_on=()
+    name='pallas',
+    module=f'{_HERE}.pallas_tpu',
+    platform='tpu',
+    default_on=(),
+    lacks=_lacks,
   ),
   dispatch.Backend(
     name='triton', module=f'{_HERE}.triton_gpu', platform='cuda', default_on=()

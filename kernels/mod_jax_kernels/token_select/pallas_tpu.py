@@ -12,23 +12,15 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch, tiles
-from mod_jax_kernels.pallas_parts import LANES, interpret
+from mod_jax_kernels.pallas_parts import LANES, VMEM_BYTES, interpret
 from mod_jax_kernels.token_select import reference
 from mod_jax_kernels.token_select.tiles import TILES
-
-# Two buffers of eight rows of this length take half of the vector memory.
-LONGEST = 2**17
 
 
 @dispatch.jit(static_argnames='k')
 def token_select(key_BL, k):
   """See `reference.token_select`."""
   batch, length = key_BL.shape
-  if length > LONGEST:
-    raise ValueError(
-      f"implementation='pallas': rows of {length} scores are more than the"
-      f" {LONGEST} that fit a TPU's vector memory: use 'sort'."
-    )
   sizes = tiles.choose(TILES, 'pallas')
   rows = sizes['rows']
   block_l = min(sizes['block_l'], _round_up(length, LANES))
@@ -46,7 +38,9 @@ def token_select(key_BL, k):
     grid=(padded_batch // rows,),
     in_specs=[pl.BlockSpec((rows, padded_length), lambda i: (i, 0))],
     out_specs=pl.BlockSpec((rows, slots), lambda i: (i, 0)),
-    compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel',)),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=('parallel',), vmem_limit_bytes=VMEM_BYTES
+    ),
     interpret=interpret(),
     name='token_select',
   )(key_BL)
