@@ -1,5 +1,8 @@
 """The attention operation: whom a query sees, and which library computes it."""
 
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ from op_tests import Case, OpTests, Target
 import pytest
 
 import mod_jax_kernels
+from mod_jax_kernels import dispatch
 from mod_jax_kernels.attention import OP, choice, reference
 
 pytestmark = pytest.mark.slow
@@ -156,10 +160,10 @@ class TestAttention(OpTests):
 
 def test_a_causal_call_multiplies_no_keys_that_nobody_sees(equations):
   q, k, v, *_ = draw(queries=150, keys=150)[0]
-  jaxpr = jax.make_jaxpr(reference.attention, static_argnums=4)
+  causal = functools.partial(reference.attention, causal=True)
   products = [
     equation.outvars[0].aval.shape
-    for equation in equations(jaxpr(q, k, v, None, True).jaxpr)
+    for equation in equations(jax.make_jaxpr(causal)(q, k, v, None, None).jaxpr)
     if equation.primitive.name == 'dot_general'
   ]
   keys = [shape[-1] for shape in products if shape[-1] != 8]
@@ -224,6 +228,16 @@ def test_scores_are_float32_under_bfloat16():
   expected = np.exp(score[1]) / np.exp(score).sum()
   assert float(out[0, 0, 0, 0]) == pytest.approx(expected, abs=2e-3)
   assert float(out[0, 0, 0, 0]) > 0.505
+
+
+def test_another_backend(monkeypatch):
+  monkeypatch.setattr(OP, 'backends', list(OP.backends))
+  other = types.SimpleNamespace(attention=lambda q, *_, causal: 3 * q)
+  OP.register(dispatch.Backend(name='other', module=other))
+  arrays, static = draw()
+  for implementation in (None, 'other'):
+    out = TestAttention.call(*arrays, implementation=implementation, **static)
+    np.testing.assert_array_equal(out, 3 * arrays[0])
 
 
 def fitting(monkeypatch, platform, x, mask=None, segment=None, version=9.0):
@@ -315,19 +329,16 @@ def test_odd_lengths_for_cudnn(options, monkeypatch):
   monkeypatch.setattr(choice, 'platform', lambda: 'cuda')
   monkeypatch.setattr(OP, 'choose', lambda *_: ('cudnn',))
 
-  def ours(q, k, v, mask, segment, **causal):
-    return mod_jax_kernels.attention(
-      q, k, v, mask, segment_BL=segment, **causal
-    )
-
   def found(function):
     def scalar(*inputs):
       return jnp.square(function(*inputs, *arrays[3:], **causal)).sum()
 
     return jax.value_and_grad(scalar, (0, 1, 2))(*arrays[:3])
 
+  with dispatch.interpret():  # Not for a GPU, as it says.
+    ours = found(TestAttention.call)
   for actual, expected in zip(
-    jax.tree.leaves(found(ours)), jax.tree.leaves(found(plain)), strict=True
+    jax.tree.leaves(ours), jax.tree.leaves(found(plain)), strict=True
   ):
     np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=1e-5)
   assert given == [('cudnn', 0, 0)]

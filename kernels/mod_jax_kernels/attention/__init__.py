@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 from mod_jax_kernels.attention import choice, reference
-from mod_jax_kernels.route_scores import route_scores
 
 Implementation = Literal['xla', 'cudnn', 'splash', 'triton']
 # Checkpoint name of the residuals of `splash`. A `jax.checkpoint` policy should
@@ -24,14 +23,14 @@ _HERE = 'mod_jax_kernels.attention'
 OP = dispatch.Op(
   dispatch.Backend(
     name='triton',
-    module='mod_jax_kernels.route_scores',
+    module=f'{_HERE}.triton_gpu',
     platform='cuda',
     lacks=choice.triton_lacks,
     suits=choice.triton_suits,
   ),
   dispatch.Backend(
     name='cudnn',
-    module=jax.nn,
+    module=f'{_HERE}.cudnn',
     platform='cuda',
     lacks=choice.cudnn_lacks,
     suits=choice.cudnn_suits,
@@ -125,70 +124,6 @@ def attention(
     )
   if not queries or not keys:
     return jnp.zeros_like(q_BQHC)
-  implementation, *_ = OP.choose(
-    implementation, q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL
-  )
-  if implementation == 'cudnn' and (platform := choice.platform()) != 'cuda':
-    raise RuntimeError(
-      "implementation='cudnn' needs an NVIDIA GPU with cuDNN where it is"
-      f" traced, and this process runs on {platform}: use None or 'xla'."
-    )
-
-  if implementation == 'triton':
-    # XLA drops the pass that computes scores, since nothing uses them.
-    return route_scores(
-      q_BQHC, k_BSGC, v_BSGC, implementation='triton', causal=causal
-    )[0]
-  if implementation == 'splash':
-    # Import Pallas only where it is used.
-    from mod_jax_kernels.attention import pallas_tpu
-
-    return pallas_tpu.attention(
-      q_BQHC,
-      k_BSGC,
-      v_BSGC,
-      None if segment_BL is None else segment_BL.astype(jnp.int32),
-      causal,
-    )
-  if mask_BQS is not None:
-    # cuDNN does not broadcast over queries.
-    mask_BQS = jnp.broadcast_to(mask_BQS, (len(mask_BQS), queries, keys))
-  if segment_BL is not None:
-    same_BQS = segment_BL[:, :, None] == segment_BL[:, None, :]
-    mask_BQS = same_BQS if mask_BQS is None else mask_BQS & same_BQS
-  if implementation == 'cudnn':
-    return _by_cudnn(q_BQHC, k_BSGC, v_BSGC, mask_BQS, causal)
-  return reference.attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, causal)
-
-
-def _by_cudnn(q_BQHC, k_BSGC, v_BSGC, mask_BQS, causal: bool):
-  """See `attention`; odd lengths get one more token, which no other sees.
-
-  JAX refuses the gradient of cuDNN's attention for odd lengths. For those with
-  a mask cuDNN has none, and for others JAX takes them for masked ones (0.11.2).
-  """
-  lengths = q_BQHC.shape[1], k_BSGC.shape[1]
-  more_q, more_k = (length % 2 for length in lengths)
-  settings = {}
-  if more_q or more_k:
-    q_BQHC, k_BSGC, v_BSGC = (
-      jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
-      for x, more in ((q_BQHC, more_q), (k_BSGC, more_k), (v_BSGC, more_k))
-    )
-    if mask_BQS is not None:
-      mask_BQS = jnp.pad(mask_BQS, ((0, 0), (0, more_q), (0, more_k)))
-    elif not causal:  # Causal attention hides what comes last anyway.
-      for name, length in zip(('query', 'key_value'), lengths, strict=True):
-        settings[f'{name}_seq_lengths'] = jnp.full(
-          len(q_BQHC), length, jnp.int32
-        )
-  out_BQHC = jax.nn.dot_product_attention(
-    q_BQHC,
-    k_BSGC,
-    v_BSGC,
-    mask=None if mask_BQS is None else mask_BQS[:, None],
-    is_causal=causal,
-    implementation='cudnn',
-    **settings,
-  )
-  return out_BQHC[:, : lengths[0]]
+  arrays = q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL
+  chosen, *_ = OP.choose(implementation, *arrays)
+  return OP.run('attention', (chosen,), *arrays, causal=causal)

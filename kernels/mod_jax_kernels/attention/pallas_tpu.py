@@ -15,18 +15,18 @@ from mod_jax_kernels.attention.tiles import TILES
 from mod_jax_kernels.pallas_parts import LANES, block_of
 
 
-def attention(q_BQHC, k_BSGC, v_BSGC, segment_BL=None, causal=False):
-  """See `mod_jax_kernels.attention`; pads any lengths; differentiable.
+def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL, *, causal):
+  """See `mod_jax_kernels.attention`; takes no mask, and pads any lengths.
 
   Padding gets its own segment. A causal call needs none, because no real query
   sees the padding after it.
   """
-  if not dispatch.interpreting():
-    q_BQHC = dispatch.only_on(q_BQHC, 'tpu', 'splash')
+  del mask_BQS  # None, see `choice.splash_lacks`.
   queries, keys = q_BQHC.shape[1], k_BSGC.shape[1]
   padding_q, padding_k = -queries % LANES, -keys % LANES
   segment_BQ = segment_BS = segment_BL
   if segment_BL is not None:
+    segment_BL = segment_BL.astype(jnp.int32)
     # Padded queries join the last segment: each query must see some key.
     segment_BQ = jnp.pad(segment_BL, ((0, 0), (0, padding_q)), mode='edge')
     segment_BS = _fill(segment_BL, padding_k, segment_BL.max() + 1)

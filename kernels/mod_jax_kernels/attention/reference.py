@@ -9,10 +9,11 @@ import jax.numpy as jnp
 _BLOCKS, _LEAST = 4, 64
 
 
-def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS=None, causal=False):
+def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL, *, causal):
   """See `mod_jax_kernels.attention`; the softmax is in float32."""
   batch, queries, heads, channels = q_BQHC.shape
   keys, groups = k_BSGC.shape[1:3]
+  mask_BQS = seen(mask_BQS, segment_BL, queries)
   q_BQGRC = q_BQHC.reshape(batch, queries, groups, heads // groups, channels)
   # Heads first, so that each block is a plain batch of matrix products.
   q_BGRQC = jnp.moveaxis(q_BQGRC, 1, 3)
@@ -36,6 +37,18 @@ def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS=None, causal=False):
     )
   out_BGRQC = out[0] if len(out) == 1 else jnp.concatenate(out, axis=3)
   return jnp.moveaxis(out_BGRQC, 3, 1).reshape(q_BQHC.shape)
+
+
+def seen(mask_BQS, segment_BL, queries):
+  """Returns a mask of both, of all queries; None if they see all keys."""
+  if mask_BQS is not None:
+    # Neither cuDNN nor slices of some queries take one for all of them.
+    batch, _, keys = mask_BQS.shape
+    mask_BQS = jnp.broadcast_to(mask_BQS, (batch, queries, keys))
+  if segment_BL is None:
+    return mask_BQS
+  same_BQS = segment_BL[:, :, None] == segment_BL[:, None, :]
+  return same_BQS if mask_BQS is None else mask_BQS & same_BQS
 
 
 def _attend(q_BGRQC, k_BGSC, v_BGSC, mask_BQS):
