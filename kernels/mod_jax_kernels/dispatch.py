@@ -94,6 +94,23 @@ def at_most(size, most: int) -> int:
   return min(size, most) if isinstance(size, int) else most
 
 
+def wrong_types(
+  names: str, arrays, types=('float32', 'bfloat16')
+) -> str | None:
+  """Returns why kernels do not take arrays, or None; see `Backend.lacks`.
+
+  Args:
+    names: of the arrays, for the message.
+    arrays: which must be of one type.
+    types: which it may be.
+  """
+  found = [x.dtype.name for x in arrays]
+  if found[0] in types and len(set(found)) == 1:
+    return None
+  reason = f'takes {names} of {" or ".join(types)}, not {", ".join(found)}'
+  return f"{reason}: cast them, or use None or 'xla'"
+
+
 @functools.cache
 def missing(backend: str) -> str | None:
   """Returns what must be installed before a backend can be traced, or None."""

@@ -112,7 +112,7 @@ class TestACM(OpTests):
     ({'activation': 'relu'}, "activation='relu'.*'gelu'"),
   )
   lacking = tuple(
-    (backend, {'dtype': 'float16'}, 'x of float32 or bfloat16, and not float16')
+    (backend, {'dtype': 'float16'}, 'x of float32 or bfloat16, not float16')
     for backend in ('pallas', 'triton')
   )
   targets = (

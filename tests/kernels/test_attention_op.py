@@ -125,7 +125,7 @@ class TestAttention(OpTests):
   )
   lacking = (
     ('splash', {'masked': True}, 'takes no mask_BQS: use causal=True and segm'),
-    ('splash', {'dtype': 'float16'}, 'bfloat16 or float32, not float16'),
+    ('splash', {'dtype': 'float16'}, 'float32 or bfloat16, not float16'),
     ('cudnn', {'dtype': 'float32'}, 'bfloat16 or float16, not float32'),
     ('triton', {'masked': True}, 'takes no mask_BQS and no segm'),
     (

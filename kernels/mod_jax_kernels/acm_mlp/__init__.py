@@ -13,7 +13,6 @@ from mod_jax_kernels.acm_mlp import reference
 Implementation = Literal['xla', 'pallas', 'triton']
 Activation = Literal['gelu', 'linear']
 _HERE = 'mod_jax_kernels.acm_mlp'
-_KERNEL_DTYPES = ('float32', 'bfloat16')
 
 
 def acm_mlp(
@@ -97,11 +96,7 @@ def acm_mlp(
 
 
 def _lacks(x_TD) -> str | None:
-  if x_TD.dtype in _KERNEL_DTYPES:
-    return None
-  return (
-    f"takes x of float32 or bfloat16, and not {x_TD.dtype}: use None or 'xla'"
-  )
+  return dispatch.wrong_types('x', [x_TD])
 
 
 OP = dispatch.Op(

@@ -31,7 +31,7 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
   step = 8 * -(-tile // 128)
   sizes = [step * n for n in (1, 2, 3, 4, 6, 8, 10, 12, 14)]
   sizes = [rows for rows in sizes if rows < tile] + [tile]
-  token_S = _in_tiles(order.token_T, tile).reshape(-1)
+  token_S = _padded(order.token_T, tile)
   x_SD = x_TD.at[token_S].get(mode='clip')
 
   def one_learner(n, carry):
@@ -84,7 +84,7 @@ def backward(
   what that has kept.
   """
   tile = dispatch.at_most(x_TD.shape[0], tile)
-  token_S = _in_tiles(order.token_T, tile).reshape(-1)
+  token_S = _padded(order.token_T, tile)
   x_SD, g_SD = (a.at[token_S].get(mode='clip') for a in (x_TD, g_TD))
   padding = token_S.shape[0] - before_SH.shape[0]
   before_SH = jnp.pad(before_SH, ((0, padding), (0, 0)))
@@ -149,13 +149,11 @@ def act_and_slope(before, activation):
   return before * phi, phi + before * density
 
 
-def _in_tiles(token_T, tile):
-  # Slots past the end hold an index out of range: reads clip, writes drop.
+def _padded(token_T, tile):
+  """Returns the tokens of whole tiles: those past the end are out of range."""
   tokens = token_T.size
-  tiles = -(-tokens // tile)
-  padding = (0, tiles * tile - tokens)
-  token_S = jnp.pad(token_T, padding, constant_values=tokens)
-  return token_S.reshape(tiles, tile)
+  padding = -(-tokens // tile) * tile - tokens
+  return jnp.pad(token_T, (0, padding), constant_values=tokens)
 
 
 def _runs(start, tile, count):

@@ -60,7 +60,7 @@ def splash_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, _) -> str | None:
   """Returns why splash does not support the arrays, with a remedy, or None."""
   if mask_BQS is not None:
     return "takes no mask_BQS: use causal=True and segment_BL, or use 'xla'"
-  return _wrong_types((q_BQHC, k_BSGC, v_BSGC), ('bfloat16', 'float32'))
+  return dispatch.wrong_types('q, k and v', (q_BQHC, k_BSGC, v_BSGC))
 
 
 def cudnn_lacks(q_BQHC, k_BSGC, v_BSGC, *_) -> str | None:
@@ -77,7 +77,9 @@ def cudnn_lacks(q_BQHC, k_BSGC, v_BSGC, *_) -> str | None:
       f'takes heads of a multiple of 8 channels up to {limit}, not {channels}:'
       " use other heads, or use 'xla'"
     )
-  return _wrong_types((q_BQHC, k_BSGC, v_BSGC), ('bfloat16', 'float16'))
+  return dispatch.wrong_types(
+    *('q, k and v', (q_BQHC, k_BSGC, v_BSGC), ('bfloat16', 'float16'))
+  )
 
 
 def triton_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> str | None:
@@ -90,16 +92,6 @@ def triton_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> str | None:
       " None or 'xla'"
     )
   return scores_lack(q_BQHC, k_BSGC, v_BSGC, None)
-
-
-def _wrong_types(arrays, types) -> str | None:
-  names = [x.dtype.name for x in arrays]
-  if names[0] in types and len(set(names)) == 1:
-    return None
-  return (
-    f'takes q, k and v all {" or ".join(types)}, not {", ".join(names)}: cast'
-    " them, or use 'xla'"
-  )
 
 
 def platform() -> str:

@@ -12,12 +12,9 @@ from mod_jax_kernels.grouped_dot import loop, reference
 
 def _lacks(x_TD, *_) -> str | None:
   """Returns why the kernels do not support the rows, or None."""
-  if x_TD.size and x_TD.dtype in (jnp.float32, jnp.bfloat16):
-    return None
-  return (
-    'takes rows of float32 or bfloat16, and not'
-    f" {x_TD.dtype}{list(x_TD.shape)}: use None or 'xla'"
-  )
+  if not x_TD.size:
+    return f"takes no empty arrays {x_TD.shape}: use None or 'xla'"
+  return dispatch.wrong_types('x', [x_TD])
 
 
 Implementation = Literal['xla', 'loop', 'triton']

@@ -14,7 +14,6 @@ Implementation = Literal['xla', 'pallas', 'triton']
 
 _HERE = 'mod_jax_kernels.route_scores'
 _WIDEST = 128
-_DTYPES = ('float32', 'bfloat16')
 
 
 def route_scores(
@@ -85,15 +84,9 @@ def lacks(q_BLHC, k_BLHC, v_BLHC, mask) -> str | None:
       f'takes no heads of {q_BLHC.shape[-1]} channels, {_WIDEST} at most: use'
       " None or 'xla'"
     )
-  dtypes = [str(x.dtype) for x in (q_BLHC, k_BLHC, v_BLHC)]
-  if len(set(dtypes)) > 1 or dtypes[0] not in _DTYPES:
-    return (
-      f'takes no q, k and v of {", ".join(dtypes)}: cast them to one of'
-      f" {', '.join(_DTYPES)}, or use None or 'xla'"
-    )
   if not q_BLHC.size:
     return f"takes no empty arrays {q_BLHC.shape}: use None or 'xla'"
-  return None
+  return dispatch.wrong_types('q, k and v', (q_BLHC, k_BLHC, v_BLHC))
 
 
 OP = dispatch.Op(
