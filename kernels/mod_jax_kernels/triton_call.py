@@ -77,6 +77,14 @@ def triton_call(
   )
 
 
+def block_of(dimension: int, most: int) -> int:
+  """Returns a block size for a dimension: a power of two, as blocks have.
+
+  It is 16 at least, since products take no less, and `most` at most.
+  """
+  return min(most, max(16, 1 << (dimension - 1).bit_length()))
+
+
 class _Tensor:
   """A NumPy array with what the interpreter uses of PyTorch's tensors."""
 

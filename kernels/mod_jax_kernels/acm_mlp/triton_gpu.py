@@ -30,7 +30,7 @@ import triton.language as tl
 from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles as tiles_lib
 from mod_jax_kernels.acm_mlp.tiles import TILES
-from mod_jax_kernels.triton_call import triton_call
+from mod_jax_kernels.triton_call import block_of, triton_call
 
 
 @dispatch.jit(static_argnames=('activation', 'keep'))
@@ -104,8 +104,7 @@ class _Blocks:
     self.weight_parts = self._sizes['weight_parts']
 
   def __call__(self, name, dimension):
-    fitting = max(16, triton.next_power_of_2(dimension))
-    return min(self._sizes[name], self._most, fitting)
+    return block_of(dimension, min(self._sizes[name], self._most))
 
   def launch(self, name):
     return {

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from mod_jax_kernels import dispatch
-from mod_jax_kernels.triton_call import triton_call
+from mod_jax_kernels.triton_call import block_of, triton_call
 
 
 @dispatch.jit()
@@ -66,10 +66,7 @@ def _sizes(dtype, *dimensions: int) -> list[int]:
   # Float32 products do not use the matrix units, and large blocks would spill
   # registers.
   most = (128, 128, 64) if dtype.itemsize <= 2 else (64, 64, 32)
-  return [
-    min(limit, max(16, triton.next_power_of_2(size)))
-    for limit, size in zip(most, dimensions, strict=True)
-  ]
+  return [block_of(*sizes) for sizes in zip(dimensions, most, strict=True)]
 
 
 # Kernels. Sizes are constants: D inputs, F outputs, R rows of a block. Block

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from mod_jax_kernels import dispatch, tiles
 from mod_jax_kernels.route_scores.tiles import TILES
-from mod_jax_kernels.triton_call import triton_call
+from mod_jax_kernels.triton_call import block_of, triton_call
 
 
 @dispatch.jit(static_argnames='causal')
@@ -95,12 +95,12 @@ def _sizes(name, q_BLHC, held):
   """Returns grid, block sizes and warps of a kernel that holds `held`."""
   batch, length, heads, _ = q_BLHC.shape
   table = tiles.choose(TILES, 'triton')
-  # Not longer than the sequence; smaller for float32, whose products unroll.
-  max_block = max(16, triton.next_power_of_2(length))
-  if q_BLHC.dtype.itemsize > 2:
-    max_block = min(max_block, 32)
-  queries = min(table[f'{name}_queries'], max_block)
-  keys = min(table[f'{name}_keys'], max_block)
+  # Smaller for float32, whose products unroll.
+  most = 32 if q_BLHC.dtype.itemsize > 2 else 256
+  queries, keys = (
+    block_of(length, min(table[f'{name}_{kind}'], most))
+    for kind in ('queries', 'keys')
+  )
   blocks = triton.cdiv(length, queries if held == 'queries' else keys)
   return {
     # Blocks of a head are neighbours, since they read the same rows. The grid
