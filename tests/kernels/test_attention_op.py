@@ -18,6 +18,9 @@ pytestmark = pytest.mark.slow
 XLA = ('xla',)
 SPLASH = ('splash',)
 TRITON = ('triton',)
+# Lengths of several blocks of causal attention, and of several documents.
+SEVERAL = {'queries': 150, 'keys': 150}
+DOCUMENTS = {'queries': 9, 'keys': 9, 'segmented': True}
 
 
 def draw(
@@ -27,11 +30,14 @@ def draw(
   groups=4,
   channels=8,
   dtype='bfloat16',
-  masked=False,
+  masked=None,
   causal=False,
   segmented=False,
 ):
-  """Returns q, k, v, mask_BQS or None, and segment_BL or None."""
+  """Returns q, k, v, mask_BQS or None, and segment_BL or None.
+
+  `masked` is the number of sequences and of queries that the mask tells apart.
+  """
   rng = np.random.default_rng(seed)
   q, k, v = (
     jnp.array(rng.normal(size=(2, length, heads, channels)), dtype)
@@ -39,9 +45,9 @@ def draw(
   )
   mask = segment = None
   if masked:
-    mask = rng.random((2, queries, keys)) < 0.5
-    # Each query sees a key, and under a causal mask too.
-    mask = jnp.array(mask | np.eye(queries, keys, dtype=bool))
+    # Each query sees a key, and under a causal mask too: itself or the first.
+    own = np.eye(masked[1], keys, dtype=bool)
+    mask = jnp.array((rng.random((*masked, keys)) < 0.5) | own)
   if segmented:
     # Three documents in the first row, one in the second.
     counts = [3, queries // 2, queries - queries // 2 - 3]
@@ -80,15 +86,18 @@ class TestAttention(OpTests):
     Case('small', causal=True, dtype='float32'),
     Case('bfloat16', backends=XLA + SPLASH, causal=True, groups=2),
     *(
-      Case(name, backends=XLA, masked=True, dtype='float32', **options)
-      for name, options in {
-        'one group': {'queries': 5, 'keys': 5, 'groups': 1},
-        'more keys': {'queries': 3, 'keys': 7, 'groups': 2},
-        'a group for each head': {'queries': 1},
-        'masked blocks': {'queries': 150, 'keys': 150, 'causal': True},
-        'segments': {'queries': 9, 'keys': 9, 'segmented': True},
-        'all': {'queries': 9, 'keys': 9, 'segmented': True, 'causal': True},
-      }.items()
+      Case(name, backends=XLA, masked=masked, dtype='float32', **options)
+      for name, masked, options in [
+        ('one group', (2, 5), {'queries': 5, 'keys': 5, 'groups': 1}),
+        ('more keys', (2, 3), {'queries': 3, 'keys': 7, 'groups': 2}),
+        ('a group for each head', (2, 1), {'queries': 1}),
+        ('masked blocks', (2, 150), SEVERAL | {'causal': True}),
+        ('one mask for all queries', (2, 1), SEVERAL),
+        ('one mask for all sequences', (1, 150), SEVERAL),
+        ('one mask for all', (1, 1), SEVERAL | {'causal': True}),
+        ('segments', (2, 9), DOCUMENTS),
+        ('all', (2, 9), DOCUMENTS | {'causal': True}),
+      ]
     ),
     *(
       Case(f'causal {n}', causal=True, queries=n, keys=n, dtype='float32')
@@ -124,10 +133,10 @@ class TestAttention(OpTests):
     ({4: np.zeros((2, 3), np.int32)}, 'expected an integer for each query'),
   )
   lacking = (
-    ('splash', {'masked': True}, 'takes no mask_BQS: use causal=True and segm'),
+    ('splash', {'masked': (2, 4)}, 'takes no mask_BQS: use causal=True'),
     ('splash', {'dtype': 'float16'}, 'float32 or bfloat16, not float16'),
     ('cudnn', {'dtype': 'float32'}, 'bfloat16 or float16, not float32'),
-    ('triton', {'masked': True}, 'takes no mask_BQS and no segm'),
+    ('triton', {'masked': (2, 4)}, 'takes no mask_BQS and no segm'),
     (
       'triton',
       {'groups': 2},
@@ -159,7 +168,7 @@ class TestAttention(OpTests):
 
 
 def test_a_causal_call_multiplies_no_keys_that_nobody_sees(equations):
-  q, k, v, *_ = draw(queries=150, keys=150)[0]
+  q, k, v, *_ = draw(**SEVERAL)[0]
   causal = functools.partial(reference.attention, causal=True)
   products = [
     equation.outvars[0].aval.shape
@@ -168,20 +177,6 @@ def test_a_causal_call_multiplies_no_keys_that_nobody_sees(equations):
   ]
   keys = [shape[-1] for shape in products if shape[-1] != 8]
   assert keys == [64, 128, 150]
-
-
-@pytest.mark.parametrize(
-  ('shape', 'causal'),
-  [((2, 1, 150), False), ((1, 150, 150), False), ((1, 1, 150), True)],
-)
-def test_a_mask_of_all_queries_or_sequences(shape, causal):
-  arrays, static = draw(queries=150, keys=150, dtype='float32', causal=causal)
-  mask = np.random.default_rng(0).random(shape) < 0.7
-  mask[..., 0] = True  # Each query sees a key, under a causal mask too.
-  arrays[3] = jnp.array(mask)
-  np.testing.assert_allclose(
-    TestAttention.call(*arrays, **static), plain(*arrays, **static), atol=1e-5
-  )
 
 
 @pytest.mark.parametrize(
@@ -195,7 +190,7 @@ def test_no_queries_or_no_keys(queries, keys, causal):
 
 
 def test_a_query_that_sees_nothing_is_finite_and_leaves_others_alone():
-  arrays, static = draw(masked=True, causal=True, dtype='float32')
+  arrays, static = draw(masked=(2, 4), causal=True, dtype='float32')
   arrays[3] = arrays[3].at[:, :2].set(False)
 
   def grads(function, along_Q):
@@ -310,9 +305,9 @@ def test_nothing_is_left_to_the_compiler_to_split(platform, alone, monkeypatch):
     {},
     {'keys': 5},
     {'queries': 4},
-    {'masked': True},
+    {'masked': (2, 7)},
     {'causal': True},
-    {'queries': 9, 'keys': 9, 'segmented': True, 'causal': True},
+    DOCUMENTS | {'causal': True},
   ],
 )
 def test_odd_lengths_for_cudnn(options, monkeypatch):
