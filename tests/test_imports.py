@@ -42,12 +42,7 @@ RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 
 
 def imported_modules(source, package):
-  """Yields every dotted name that a source imports, relative ones resolved.
-
-  Args:
-    source: text of a module; imports inside functions count too.
-    package: dotted name of the package that the module is in.
-  """
+  """Yields every dotted name that a source in a package imports."""
   for node in ast.walk(ast.parse(source)):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
@@ -72,12 +67,7 @@ def unit_of(names):
 
 
 def library_faults(path, source):
-  """Returns the imports of a mod_jax source that go the wrong way.
-
-  Args:
-    path: of the source, relative to the repository's root.
-    source: its text.
-  """
+  """Returns the imports of a mod_jax source that go the wrong way."""
   # The unit of mod_jax/__init__.py is mod_jax itself, below everything.
   unit = unit_of(path.with_suffix('').parts[1:]).replace('__init__', '')
   if unit and unit not in RANK:
@@ -137,19 +127,25 @@ def test_no_modules_import_each_other():
   list(graphlib.TopologicalSorter(imports_within('mod_jax')).static_order())
 
 
-def test_kernels_know_nothing_of_the_library():
-  found = list(sources('kernels'))
-  assert found
-  faults = [f for args in found for f in imports_of(*args, 'mod_jax')]
-  assert not faults, '\n'.join(faults)
-
-
-def test_triton_is_imported_by_gpu_backends_only():
+@pytest.mark.parametrize(
+  ('tops', 'modules', 'but_for'),
+  [
+    (('kernels',), ('mod_jax',), ()),
+    (
+      ('mod_jax', 'kernels'),
+      ('jax_triton', 'triton'),
+      ('triton_gpu.py', 'triton_call.py'),
+    ),
+    # Pictures share no state with a notebook.
+    (('mod_jax',), ('matplotlib.pyplot',), ()),
+  ],
+)
+def test_what_is_imported_nowhere_else(tops, modules, but_for):
   faults = [
     fault
-    for path, source in sources('mod_jax', 'kernels')
-    if path.name not in ('triton_gpu.py', 'triton_call.py')
-    for fault in imports_of(path, source, 'jax_triton', 'triton')
+    for path, source in sources(*tops)
+    if path.name not in but_for
+    for fault in imports_of(path, source, *modules)
   ]
   assert not faults, '\n'.join(faults)
 

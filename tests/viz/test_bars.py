@@ -10,20 +10,15 @@ from mod_jax.viz import style
 pytestmark = pytest.mark.filterwarnings('error')
 
 
-def marks(seen, figure):
-  (axes,) = seen.axes(figure, 'plot')
-  return {a.get_gid(): a for a in axes.lines + axes.patches if a.get_gid()}
-
-
 class TestComputeHistogram:
   def test_bars_hold_the_images_and_marks_the_statistics(self, rng, seen):
     load_B = rng.normal(0.4, 0.05, 300).clip(0, 1)
     figure = viz.compute_histogram(load_B, budget=0.35)
     (axes,) = seen.axes(figure, 'plot')
-    drawn = marks(seen, figure)
-    assert drawn['mean'].get_xdata()[0] == pytest.approx(load_B.mean())
-    assert drawn['budget'].get_xdata()[0] == 0.35
-    band = drawn['spread']
+    mean = seen.mark(axes, 'mean').get_xdata()[0]
+    assert mean == pytest.approx(load_B.mean())
+    assert seen.mark(axes, 'budget').get_xdata()[0] == 0.35
+    band = seen.mark(axes, 'spread')
     assert band.get_x() == pytest.approx(load_B.mean() - load_B.std())
     assert band.get_width() == pytest.approx(2 * load_B.std())
     bars = [bar for bar in axes.patches if bar.get_gid() == 'bars']
@@ -33,10 +28,6 @@ class TestComputeHistogram:
       end = start + bar.get_width()
       assert bar.get_height() == ((load_B >= start) & (load_B < end)).sum()
     assert sum(bar.get_height() for bar in bars) == 300
-    mean, std = f'{load_B.mean():.1%}', f'{load_B.std():.1%}'
-    text = seen.words(figure)
-    assert f'300. Mean {mean} of all learners, budget 35.0%' in text
-    assert f'standard deviation {std}' in text
 
   @pytest.mark.parametrize('load', [0.0, 1.0, 1 + 1e-7])
   def test_equal_images_are_one_bar(self, seen, load):
@@ -62,16 +53,9 @@ class TestErrorByLearners:
     np.testing.assert_allclose(
       image.get_array(), [[1, 1, 1], [0.1, 0.5, 0.9], [0.1, 0.2, 0.8]]
     )
-    assert image.get_clim() == (0, 1)
-    assert image.get_extent() == [0, 3, 2.5, -0.5]
     (means,) = seen.axes(figure, 'means')
     widths = [bar.get_width() for bar in means.patches]
     np.testing.assert_allclose(widths, distance_KT.mean(axis=1))
-    assert seen.texts(means, 'value') == [
-      '4.33 (100%)',
-      '0.967 (22%)',
-      '0.733 (17%)',
-    ]
     # The same rows at the same heights.
     assert means.get_ylim() == axes.get_ylim()
 
@@ -84,24 +68,6 @@ class TestErrorByLearners:
     widths = [bar.get_width() for bar in means.patches]
     np.testing.assert_allclose(widths, [1 / 3, 0.5])
 
-  def test_a_module_that_returns_zeros(self, seen):
-    figure = errors(np.zeros((3, 7)))
-    words = seen.words(figure)
-    assert 'without an error at k = 0: 7.' in words
-    assert 'Nothing to show yet.' in words
-
-  def test_neighbours_of_many_are_averaged(self, rng, seen):
-    distance_KT = np.stack([np.ones(2500), rng.random(2500)])
-    figure = errors(distance_KT)
-    (image,) = seen.axes(figure, 'map')[0].images
-    shown_KT = np.asarray(image.get_array())
-    assert shown_KT.shape == (2, 1000)
-    assert image.get_extent()[1] == 2500
-    np.testing.assert_array_equal(shown_KT[0], 1)
-    ordered_T = np.sort(distance_KT[1])
-    assert shown_KT[1, 0] == pytest.approx(ordered_T[:3].mean())
-    assert (np.diff(shown_KT[1]) >= 0).all()
-
 
 class TestScoreHistogram:
   def histogram(self, axes):
@@ -111,8 +77,7 @@ class TestScoreHistogram:
       for patch in axes.patches
     }
     chosen, passed = by_color[style.CHOSEN], by_color[style.PASSED]
-    edges = np.unique(chosen[:, 0])
-    width = np.diff(edges).mean()
+    width = np.diff(np.unique(chosen[:, 0])).mean()
     return area(chosen) / width, area(passed) / width
 
   def test_counts_all_tokens_in_two_colours(self, rng):
@@ -138,20 +103,14 @@ class TestScoreHistogram:
     )
     figure.canvas.draw()
     for axes in figure.axes:
-      (router,) = seen.marks(axes, 'router')
-      assert set(router.get_xdata()) == {0}
-      assert router.get_color() == viz.RULES['router'].color
+      assert set(seen.mark(axes, 'router').get_xdata()) == {0}
       assert axes.get_xlim()[0] < 0
-    (threshold,) = seen.marks(figure.axes[0], 'threshold')
+    threshold = seen.mark(figure.axes[0], 'threshold')
     assert set(threshold.get_xdata()) == {6.5}
-    assert threshold.get_color() == viz.RULES['threshold'].color
     assert not seen.marks(figure.axes[1], 'threshold')
-    share = (score_RBL[0] >= 6.5).mean()
-    assert f'≥ threshold: {share:.1%}' in seen.texts(figure.axes[0], 'facts')[0]
-    assert (
-      f'chosen {chosen_RBL[1].mean():.1%} · > 0: 100.0%'
-      in (seen.texts(figure.axes[1], 'facts')[0])
-    )
+    facts = [seen.texts(axes, 'facts')[0] for axes in figure.axes]
+    assert f'≥ threshold: {(score_RBL[0] >= 6.5).mean():.1%}' in facts[0]
+    assert f'chosen {chosen_RBL[1].mean():.1%} · > 0: 100.0%' in facts[1]
 
 
 def area(vertices):

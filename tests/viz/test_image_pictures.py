@@ -60,58 +60,19 @@ def test_patch_maps_have_a_row_per_image_and_a_column_per_block(
     labels=['cat', '$dog$'],
   )
   for b, row in enumerate(rows(seen, figure)):
-    expected = [
-      pictures[b],
-      *(
-        images.veiled(pictures[b], seen_L, (4, 4))
-        for seen_L in processed_RBL[:, b]
-      ),
+    veiled = [
+      images.veiled(pictures[b], seen_L, (4, 4))
+      for seen_L in processed_RBL[:, b]
     ]
-    np.testing.assert_array_equal(row, expected)
-  above = seen.texts(figure, 'bottom')
+    np.testing.assert_array_equal(row, [pictures[b], *veiled])
   shares = processed_RBL.mean(axis=(1, 2))
-  assert above == [
-    'image',
-    *(
-      f'block {i}: {share:.0%}'
-      for i, share in zip((5, 1, 3), shares, strict=True)
-    ),
-  ]
-  count_BR = processed_RBL.sum(axis=-1).T
-  assert seen.texts(figure, 'top') == [
-    text
-    for count_R in count_BR
-    for text in ('', *(f'{n} of 16 ({n / 16:.0%})' for n in count_R))
-  ]
+  told = [f'block {i}: {x:.0%}' for i, x in zip((5, 1, 3), shares, strict=True)]
+  assert seen.texts(figure, 'bottom') == ['image', *told]
+  counts = [f'{n} of 16 ({n / 16:.0%})' for n in processed_RBL.sum(-1).T.flat]
+  assert [text for text in seen.texts(figure, 'top') if text] == counts
   labels = [seen.ticks(axes.yaxis) for axes in seen.axes(figure, 'row')]
   # Escaped, or it would be mathematics.
   assert labels == [['cat'], [r'\$dog\$']]
-
-
-def test_processed_patches_are_outlined_and_others_hatched(seen):
-  white = np.full((1, 4, 6, 3), 255, np.uint8)
-  processed_RBL = np.array([1, 1, 0, 0, 0, 0]).reshape(1, 1, 6)
-  figure = viz.patch_maps(
-    white, processed_RBL, layers=[1], grid=(2, 3), num_layers=2
-  )
-  (axes,) = seen.axes(figure, 'row')
-  start = starts(axes)[1]
-  outlined = {
-    tuple(sorted(map(tuple, (ends - (start, 0)).round(6).tolist())))
-    for ends in lines(axes, 'outline')
-  }
-  # Two patches side by side, with no line between them.
-  assert outlined == {
-    ((0, 0), (1, 0)),
-    ((1, 0), (2, 0)),
-    ((0, 1), (1, 1)),
-    ((1, 1), (2, 1)),
-    ((0, 0), (0, 1)),
-    ((2, 0), (2, 1)),
-  }
-  hatched = seen.mark(axes, 'hatch')
-  assert hatched.get_hatch()
-  assert len(hatched.get_path().to_polygons()) == 4
 
 
 def test_stages_show_what_each_leaves(rng, photos, seen):
@@ -122,50 +83,25 @@ def test_stages_show_what_each_leaves(rng, photos, seen):
     expected = images.veiled(pictures[b], kept_SBL[0, b], (4, 4))
     np.testing.assert_array_equal(first, expected)
     assert (second != pictures[b]).any(axis=-1).mean() > 0.9
-  above = ['image', 'before block 3', 'before block 6']
-  assert seen.texts(figure, 'bottom') == above
-  assert '11 of 16 (69%)' in seen.texts(figure, 'top')
-  assert '0 of 16 (0%)' in seen.texts(figure, 'top')
+  assert {'11 of 16 (69%)', '0 of 16 (0%)'} <= set(seen.texts(figure, 'top'))
 
 
-def attention(image, maps_RHL, layers, side):
-  return viz.attention_maps(
-    image, maps_RHL, layers=layers, grid=(side, side), title=''
+def test_attention_has_a_row_per_block_and_a_column_per_head(rng, photos, seen):
+  (image,) = photos(1)
+  maps_RHL = rng.random((3, 3, 16)) * [[[1.0]], [[0.01]], [[0.0]]]
+  figure = viz.attention_maps(
+    image, maps_RHL, layers=(0, 4, 5), grid=(4, 4), title=''
   )
-
-
-class TestAttentionMaps:
-  def test_a_row_per_block_and_a_column_per_head(self, rng, photos, seen):
-    (image,) = photos(1)
-    maps_RHL = rng.random((2, 3, 16)) * [[[1.0]], [[0.01]]]
-    figure = attention(image, maps_RHL, (0, 4), 4)
-    for r, (axes, row) in enumerate(
-      zip(seen.axes(figure, 'row'), rows(seen, figure), strict=True)
-    ):
-      np.testing.assert_array_equal(row[0], image)
-      np.testing.assert_array_equal(row[1:], maps_RHL[r].reshape(3, 4, 4))
-      # One scale for a row, and each row its own.
-      limits = {image.get_clim() for image in axes.images[1:]}
-      assert limits == {(0, maps_RHL[r].max())}
-      assert seen.ticks(axes.yaxis) == [f'block {(0, 4)[r]}']
-    assert len(seen.axes(figure, 'bar')) == 2
-
-  def test_a_few_huge_values_do_not_darken_the_rest(self, rng, photos, seen):
-    maps_RHL = rng.random((1, 2, 256))
-    maps_RHL[0, 1, 3] = 50
-    (image,) = photos(1, 16, 16)
-    figure = attention(image, maps_RHL, [2], 16)
-    (axes,) = seen.axes(figure, 'row')
-    assert 0.9 < axes.images[1].get_clim()[1] < 1
-    (bar,) = seen.axes(figure, 'bar')
-    assert bar._colorbar.extend == 'max'
-
-  @pytest.mark.parametrize('value', [0.0, -1.0])
-  def test_constant_maps_are_drawn(self, photos, seen, value):
-    figure = attention(photos(1)[0], np.full((1, 1, 16), value), [0], 4)
-    low, high = seen.axes(figure, 'row')[0].images[1].get_clim()
-    assert low <= value
-    assert low < high
+  for r, (axes, row) in enumerate(
+    zip(seen.axes(figure, 'row'), rows(seen, figure), strict=True)
+  ):
+    np.testing.assert_array_equal(row[0], image)
+    np.testing.assert_array_equal(row[1:], maps_RHL[r].reshape(3, 4, 4))
+    # One scale for a row, and each row its own.
+    ((low, high),) = {image.get_clim() for image in axes.images[1:]}
+    assert low == 0 < high
+    assert high == maps_RHL[r].max() or r == 2
+    assert seen.ticks(axes.yaxis) == [f'block {(0, 4, 5)[r]}']
 
 
 def test_a_map_of_keeping_per_stage_on_one_scale(rng, seen):
@@ -178,19 +114,11 @@ def test_a_map_of_keeping_per_stage_on_one_scale(rng, seen):
     assert {image.get_clim() for image in axes.images} == {(0, 1)}
   means = [f'{mean:.1%} on average' for mean in mean_SL.mean(axis=1)]
   assert seen.texts(figure, 'top') == means
-  above = [f'before block {block}' for block in blocks]
-  assert seen.texts(figure, 'bottom') == above
 
 
 def loads(pictures, load_BL):
-  return viz.load_map(
-    pictures,
-    load_BL,
-    grid=(4, 4),
-    labels=['x'] * len(pictures),
-    unit='learners per token',
-    title='',
-  )
+  told = {'labels': ['x'] * len(pictures), 'unit': 'learners', 'title': ''}
+  return viz.load_map(pictures, load_BL, grid=(4, 4), **told)
 
 
 def test_each_image_stands_beside_its_load(rng, photos, seen):
@@ -207,7 +135,7 @@ def test_each_image_stands_beside_its_load(rng, photos, seen):
   means = [f'{mean:.3g} on average' for mean in load_BL.mean(axis=1)]
   assert [text for text in seen.texts(figure, 'top') if text] == means
   (bar,) = seen.axes(figure, 'bar')
-  assert bar.get_ylabel() == 'learners per token'
+  assert bar.get_ylabel() == 'learners'
 
 
 @pytest.mark.parametrize(('load', 'high'), [(0.0, 1.0), (1e-9, 1e-9)])
@@ -238,8 +166,6 @@ class TestComputeExtremes:
       'dearest 1: 0.9 · c',
       'dearest 2: 0.8 · g',
     ]
-    # Shares throughout: the labels, the captions and the scale.
-    assert '%' not in seen.words(figure)
 
   @pytest.mark.parametrize(('count', 'drawn'), [(1, 1), (5, 2)])
   def test_never_an_image_twice(self, rng, photos, seen, count, drawn):
@@ -285,10 +211,6 @@ def test_patches_have_the_colour_of_their_expert(rng, photos, seen):
     np.testing.assert_allclose(corners, cells[NONE])
     dots = seen.mark(axes, 'more').get_offsets()
     np.testing.assert_allclose(dots, cells['more'])
-  count = (expert_RBL[0, 0] >= 0).sum()
-  assert f'patches: {count} of 16' in seen.words(figure)
-  for words in ('Struck through', 'Faded', 'A dot: several'):
-    assert words in seen.words(figure)
 
 
 def test_merged_patches_share_their_mean_colour(photos, seen):
@@ -301,9 +223,4 @@ def test_merged_patches_share_their_mean_colour(photos, seen):
   for shown, pixels in ((alone, upper), (halved, np.stack([upper, lower]))):
     mean = pixels.reshape(-1, 3).mean(axis=0)
     np.testing.assert_allclose(shown[:side, :side].mean((0, 1)), mean, atol=1)
-  assert seen.texts(figure, 'bottom') == [
-    'image',
-    'after block 0',
-    'after block 2',
-  ]
   assert {'tokens: 16', 'tokens: 8'} <= set(seen.texts(figure, 'top'))

@@ -1,7 +1,6 @@
 """No text of a picture meets another or leaves it, with awkward data either."""
 
-import subprocess
-import sys
+import re
 
 import numpy as np
 import pytest
@@ -16,16 +15,27 @@ pytestmark = [
 ODD = '$a$ 漢\x00\n🙂 and a long text that must be wrapped or cut somewhere'
 TITLE = 'At $5 and $6, ' + 'the title is long ' * 20
 CURVE = {'adaptive': [0.9, 0.5], 'dense': [0.8, 0.4], 'load': [0.4, 0.5]}
-CORRELATION = {
-  'pearson': 0.5,
-  'pearson_p': 1e-7,
-  'spearman': -0.5,
-  'spearman_p': 0.01,
-}
+CORRELATION = {'pearson': 0.5, 'pearson_p': 1e-7}
+CORRELATION |= {'spearman': -0.5, 'spearman_p': 0.01}
 
 
 def photos(rng, count, height=8, width=8):
   return rng.integers(0, 200, (count, height, width, 3), dtype=np.uint8)
+
+
+def crowd(rng):
+  """Nearly equal models, and one far away."""
+  places = [(3, 0.8)] * 20 + [(9, 0.9)]
+  points = [
+    {
+      'name': f'model number {i}',
+      'group': f'{i % 3}',
+      'flops': flops + rng.normal() * 0.02,
+      'accuracy': accuracy + rng.normal() * 0.002,
+    }
+    for i, (flops, accuracy) in enumerate(places)
+  ]
+  return viz.accuracy_flops(points, pareto=True)
 
 
 def patches(rng, count, routed, size):
@@ -40,23 +50,11 @@ def patches(rng, count, routed, size):
   )
 
 
-def stages(rng):
-  kept_SBL = rng.random((12, 1, 1024)) < 0.5
-  blocks = range(100, 112)
-  image = photos(rng, 1, 32, 32)
-  return viz.token_stages(image, kept_SBL, grid=(32, 32), blocks=blocks)
-
-
 def attention(rng):
   (image,), maps_RHL = photos(rng, 1), rng.random((2, 16, 16))
   return viz.attention_maps(
     image, maps_RHL, layers=(2, 11), grid=(4, 4), title=TITLE
   )
-
-
-def keep(rng, stages):
-  mean_SL, blocks = rng.random((stages, 12)), range(stages)
-  return viz.keep_probability(mean_SL, grid=(3, 4), blocks=blocks, count=9)
 
 
 def load(rng, count):
@@ -149,17 +147,6 @@ def compared(count):
   return viz.compared_curves(runs, title=TITLE)
 
 
-def errors(distance_KT):
-  return viz.error_by_learners(distance_KT, title=ODD, module=ODD)
-
-
-def tokens(rng):
-  pieces = [f' $word{i}$' for i in range(60)]
-  return viz.token_load(
-    rng.random((3, 60)), pieces, layers=(1, 3, 5), unit='$x$', title=TITLE
-  )
-
-
 def recordings(rng, *seconds):
   # Letters in neighbouring frames, and a pause after them.
   heard = [(letter, i * 2 // 3) for i, letter in enumerate('$wmm漢')]
@@ -230,16 +217,6 @@ def worst(rng, count):
   )
 
 
-def ranks(rng, count):
-  return viz.attention_ranks(
-    rng.random(count),
-    routed=range(1, count, 2),
-    suggested=[0],
-    facts='16 held-out rows of 256 tokens',
-    title=TITLE,
-  )
-
-
 def expert_curves():
   names = ('busiest', 'null', 'dropped', 'balance')
   train = {f'experts/{name}': 0.5 for name in names}
@@ -250,51 +227,58 @@ def expert_curves():
 
 
 DRAWN = {
-  'confusion of two': lambda rng: confusion(rng, 2),
   'confusion of twenty': lambda rng: confusion(rng, 20),
   'confusion of many': lambda rng: confusion(rng, 500),
-  'the worst picture': lambda rng: worst(rng, 1),
   'the worst pictures': lambda rng: worst(rng, 24),
   'one patch map': lambda rng: patches(rng, 1, 1, (8, 8)),
   'many blocks, narrow': lambda rng: patches(rng, 2, 12, (32, 4)),
   'many images': lambda rng: patches(rng, 8, 3, (8, 8)),
-  'wide': lambda rng: patches(rng, 3, 2, (4, 64)),
-  'stages': stages,
+  'stages': lambda rng: viz.token_stages(
+    photos(rng, 1, 32, 32),
+    rng.random((12, 1, 1024)) < 0.5,
+    grid=(32, 32),
+    blocks=range(100, 112),
+  ),
   'attention': attention,
-  'one stage': lambda rng: keep(rng, 1),
-  'six stages': lambda rng: keep(rng, 6),
-  'one load': lambda rng: load(rng, 1),
+  'six stages': lambda rng: viz.keep_probability(
+    rng.random((6, 12)), grid=(3, 4), blocks=range(6), count=9
+  ),
   'six loads': lambda rng: load(rng, 6),
   'extremes': extremes,
   'patches of experts': lambda rng: expert_patches(rng, 64, [ODD, 'W' * 40]),
-  'patches, short labels': lambda rng: expert_patches(rng, 4, ['a', 'cat']),
   'many short labels': lambda rng: expert_patches(rng, 4, ['a'] * 8, 1),
-  'one block': lambda rng: scores(rng, 1),
   'five blocks': lambda rng: scores(rng, 5),
-  'importance': lambda rng: importance(rng, 1),
   'importance in five': lambda rng: importance(rng, 5),
   'histogram': lambda rng: viz.compute_histogram(
     rng.random(9), budget=0.3, title=ODD
   ),
-  'errors': lambda rng: errors(rng.random((9, 99))),
-  'huge errors': lambda _: errors([[1, 1e-300], [0.5, 1e300]]),
+  'huge errors': lambda _: viz.error_by_learners(
+    [[1, 1e-300], [0.5, 1e300]], title=ODD, module=ODD
+  ),
   'curves': lambda _: curves(list(viz.RULES)[:4]),
   'seeds': lambda _: seeds(),
   'robustness': lambda _: viz.corruption_curves(
     {f'a rather $long$ name {i}' * 2: CURVE for i in range(5)}, budget=0.4
   ),
-  'token load': tokens,
-  'a recording': lambda rng: recordings(rng, 0.5),
+  'token load': lambda rng: viz.token_load(
+    *(rng.random((3, 60)), [f' $word{i}$' for i in range(60)]),
+    layers=(1, 3, 5),
+    unit='$x$',
+    title=TITLE,
+  ),
   'recordings': lambda rng: recordings(rng, 1, 9.5),
-  'one rank': lambda rng: ranks(rng, 1),
-  'many ranks': lambda rng: ranks(rng, 200),
-  'isoflop': lambda _: isoflop(2, 3),
+  'many ranks': lambda rng: viz.attention_ranks(
+    rng.random(200),
+    routed=range(1, 200, 2),
+    suggested=[0],
+    facts='16 held-out rows of 256 tokens',
+    title=TITLE,
+  ),
   'isoflop, many': lambda _: isoflop(9, 4),
   'no isoflop': lambda _: isoflop(0, 0),
   'compared': lambda _: compared(7),
-  'nothing compared': lambda _: compared(0),
+  'a crowd of models': crowd,
   'experts': lambda rng: expert_map(rng, 64, [ODD] * 9),
-  'load of two experts': lambda rng: expert_load(rng, 2, 3),
   'load of many experts': lambda rng: expert_load(rng, 64, 1),
   'experts over training': lambda _: expert_curves(),
 }
@@ -306,37 +290,21 @@ def test_nothing_overlaps(rng, seen, name):
 
 
 @pytest.mark.parametrize(
-  ('figure', 'words'),
+  'draw',
   [
-    (lambda: viz.loss_curves([]), 'Nothing to show yet'),
-    (lambda: viz.expert_curves([]), 'Nothing to show yet'),
-    (lambda: viz.accuracy_flops(iter([]), pareto=True), 'Nothing to show yet'),
-    (
-      lambda: viz.seed_dots({'group': {'a': []}}, xlabel='x', title=''),
-      'Nothing to show yet',
-    ),
-    (
-      lambda: viz.score_histogram([[np.nan] * 4], [[0] * 4], layers=[1]),
-      'No finite scores',
-    ),
-    (
-      lambda: viz.engagement(
-        *({0: [1.0]}, {}), blocks=1, listed=2, facts='', title=''
-      ),
-      'No token comes often enough',
+    lambda: viz.loss_curves([]),
+    lambda: viz.expert_curves([]),
+    lambda: viz.compared_curves([]),
+    lambda: viz.accuracy_flops(iter([]), pareto=True),
+    lambda: viz.error_by_learners(np.zeros((3, 7)), title='', module='m'),
+    lambda: viz.seed_dots({'group': {'a': []}}, xlabel='x', title=''),
+    lambda: viz.score_histogram([[np.nan] * 4], [[0] * 4], layers=[1]),
+    lambda: viz.engagement(
+      *({0: [1.0]}, {}), blocks=1, listed=2, facts='', title=''
     ),
   ],
 )
-def test_says_that_there_is_nothing(seen, figure, words):
-  figure = figure()
+def test_says_that_there_is_nothing(seen, draw):
+  figure = draw()
   seen.assert_legible(figure)
-  assert words in seen.words(figure)
-
-
-def test_pyplot_is_never_imported():
-  code = (
-    'import sys; from mod_jax import viz; viz.loss_curves([]);'
-    'assert "matplotlib.pyplot" not in sys.modules;'
-    'assert "jax" not in sys.modules'
-  )
-  subprocess.run([sys.executable, '-c', code], check=True)
+  assert re.search('Nothing to show|No ', seen.words(figure))

@@ -156,29 +156,6 @@ def test_each_cell_is_what_becomes_of_the_token(rng, seen, num_experts):
   assert numbered == (wanted if num_experts > 8 else {})
 
 
-def test_the_key_of_experts_has_what_there_is_and_nothing_else(seen):
-  expert_RL = np.array([[0, 1, NONE, AWAY], [0, NONE, AWAY, AWAY]])
-  options = {'layers': (1, 3), 'num_experts': 2, 'num_layers': 4, 'title': ''}
-  options |= dict.fromkeys(('more_RL', 'dropped_RL'), np.zeros((2, 4), bool))
-  some = viz.expert_map(expert_RL, 'abcd', **options)
-  text = seen.words(some)
-  assert 'Blocks with 2 experts: 2 of 4. On average 62.5%' in text
-  assert 'experts take 60.0%' in text
-  (load,) = seen.marks(some, 'load')
-  assert load.get_array().tolist() == [2, 1, 0, 0]
-  labels = ('no expert takes it', 'does not reach', 'without experts')
-  assert all(label in text for label in labels)
-  assert 'slot' not in text
-
-
-@pytest.mark.parametrize('num_experts', [8, 64])
-def test_no_two_experts_share_a_colour(num_experts):
-  colors = experts.expert_colors(num_experts)
-  pairs = itertools.combinations(colors.tolist(), 2)
-  least = min(np.abs(np.subtract(*pair)).max() for pair in pairs)
-  assert least > (0.15 if num_experts <= 8 else 0.01)
-
-
 def test_bars_are_the_shares(rng, seen):
   share_RX = rng.random((2, 6))
   figure = viz.expert_load(
