@@ -108,7 +108,6 @@ class TestValidate:
     [
       ('num_layers', 2.0, 'an integer'),
       ('num_layers', True, 'an integer'),
-      ('num_layers', None, 'an integer'),
       ('rate', 'fast', 'a number'),
       ('rate', False, 'a number'),
       ('tied', 1, 'true or false'),
@@ -132,36 +131,22 @@ class TestValidate:
   @pytest.mark.parametrize(
     ('field', 'value', 'element'),
     [
-      ('capacities', (0.5, 'x'), "capacities[1]='x'"),
       ('mesh', (1, True), 'mesh[1]=True'),
       ('stages', ((0, 1.0, 2),), 'stages[0]=(0, 1.0, 2)'),
       ('stages', ((0, 'x'),), "stages[0][1]='x'"),
+      ('path', 10**4000, 'path=1000'),
     ],
   )
-  def test_names_the_element(self, field, value, element):
-    assert refusal(LM, **{field: value}).startswith(f'LM.{element}: expected')
+  def test_names_the_element_and_in_short(self, field, value, element):
+    message = refusal(LM, **{field: value})
+    assert message.startswith(f'LM.{element}')
+    assert len(message) < 350
 
   def test_says_why_a_number_is_none(self):
     for value in (math.nan, math.inf, 10**39, 1e39, -1e-39, 1e-320):
       assert 'finite and not 0' in refusal(LM, rate=value)
     for value in ('fast', None):
       assert 'finite' not in refusal(LM, rate=value)
-
-  def test_what_is_refused_is_shown_in_short(self):
-    for value in ('9' * 5000, 10**4000):
-      assert len(refusal(LM, rate=value)) < 350
-
-  def test_names_the_nearest_choice(self):
-    assert "Did you mean 'sigmoid'?" in refusal(Routing, gate='sigmoyd')
-    assert 'Did you mean' not in refusal(Routing, gate='zzz')
-
-  def test_unsupported_annotation_is_a_bug_not_bad_input(self):
-    @dataclasses.dataclass(frozen=True)
-    class Odd:
-      table: dict = dataclasses.field(default_factory=dict)
-
-    with pytest.raises(TypeError, match='cannot have this annotation'):
-      config.validate(Odd())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,6 +171,7 @@ class TestRanges:
     [
       ('layers', (1, 2000), (0, 2001), 'an integer from 1 to 2,000'),
       ('heads', (1, 8, None), (0, 9), 'an integer from 1 to 8 or None'),
+      ('mesh', ((), (8, -1)), (9,), 'a tuple of integers from -1 to 8'),
       ('share', (1e-9, 1, 1.0), (0, -1.0, 1.1), 'a number in (0, 1]'),
       ('decay', (0, 0.99), (-1e-9, 1.0, 1), 'a number in [0, 1)'),
       ('budget', (0.01, 0.99), (0.0, 1), 'a number in (0, 1)'),
@@ -204,10 +190,6 @@ class TestRanges:
       message = refusal(Ranges, **{field: value})
       assert message == f'Ranges.{field}={value!r}: expected {expected}.'
 
-  def test_in_tuples(self):
-    message = refusal(Ranges, mesh=(8, 9))
-    assert message == 'Ranges.mesh[1]=9: expected an integer from -1 to 8.'
-
 
 class TestRoundTrip:
   @pytest.mark.parametrize('experiment', EXAMPLES)
@@ -217,15 +199,6 @@ class TestRoundTrip:
     assert back == experiment
     assert hash(back) == hash(experiment)
     assert config.to_json(back) == text
-
-  def test_json_is_in_the_order_of_the_fields(self):
-    decoded = json.loads(config.to_json(RICH))
-    fields = [field.name for field in dataclasses.fields(LM)]
-    assert list(decoded['model']) == ['type', *fields]
-    assert list(decoded) == ['steps', 'model']
-
-  def test_equal_configs_give_equal_json(self):
-    assert config.to_json(LM(rate=1)) == config.to_json(LM(rate=1.0))
 
   @hypothesis.given(
     rate=FLOATS,
@@ -274,12 +247,11 @@ def test_groups_in_a_tuple_are_set_as_one_is():
 
 
 def test_paths_are_compared_by_their_last_part():
-  folder = '/weights/of/many/models/'
-  assert not config.nearest(
-    f'{folder}deit', [f'{folder}notes.txt'], os.path.basename
-  )
-  near = config.nearest(f'{folder}deit', [f'{folder}deits'], os.path.basename)
-  assert near == f" Did you mean '{folder}deits'?"
+  def nearest(other):
+    return config.nearest('/of/deit', [other], os.path.basename)
+
+  assert nearest('/of/deits') == " Did you mean '/of/deits'?"
+  assert not nearest('/of/notes')
 
 
 class TestFromDict:
@@ -288,7 +260,7 @@ class TestFromDict:
     [
       ('model.num_layer', 3, "Did you mean 'num_layers'?"),
       ('zzz', 3, 'Its fields are steps, model.'),
-      ('model.routing.gate', 'row', "expected one of 'raw', 'sigmoid', "),
+      ('model.routing.gate', 'sigmoyd', "Did you mean 'sigmoid'?"),
       ('model.routing', {'capacity': 2}, 'capacity=2.0: expected a number in'),
       ('model.width', 'abc', "='abc': expected an integer."),
       ('model.mesh', [1, 'x'], "[1]='x': expected an integer."),
@@ -310,26 +282,8 @@ class TestFromDict:
   def test_refuses_what_is_missing_or_no_group_of_fields(self):
     message = refusal(config.from_dict, Experiment, {})
     assert message == 'steps is missing: expected an integer.'
-    message = refusal(config.from_dict, Experiment, None)
-    assert 'the config is a NoneType' in message
-
-  @pytest.mark.parametrize('text', ['', '{', '[]', '3'])
-  def test_from_json_refuses_what_is_no_object(self, text):
-    assert refusal(config.from_json, Experiment, text)
-
-
-def test_a_member_of_a_union_may_not_have_a_field_type():
-  @dataclasses.dataclass(frozen=True, kw_only=True)
-  class Typed:
-    type: int = 1
-
-  @dataclasses.dataclass(frozen=True, kw_only=True)
-  class Holder:
-    model: Typed | ViT = Typed()
-
-  # The hints of local classes cannot be found by name: they are objects here.
-  with pytest.raises(TypeError, match='has no field `type`'):
-    config.to_json(Holder())
+    for text in ('', '{', '[]', '3', 'null'):
+      assert refusal(config.from_json, Experiment, text)
 
 
 class TestOverride:
@@ -360,19 +314,6 @@ class TestOverride:
     )
     assert type(getattr(changed, path)) is type(value)
 
-  def test_fields_are_set_at_once(self):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Heads:
-      width: int = 4
-      heads: int = 2
-
-      def __post_init__(self):
-        if self.width % self.heads:
-          raise UserError('width does not divide.')
-
-    changed = config.override(Heads(), [('width', '9'), ('heads', '3')])
-    assert changed == Heads(width=9, heads=3)
-
   def test_groups_need_to_fit_in_the_end_only(self):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Pair:
@@ -389,21 +330,18 @@ class TestOverride:
     )
     assert changed == Pair(a=ViT(), b=ViT(patch=8))
 
-  def test_a_group_in_a_group(self):
+  def test_a_group_in_a_group_in_any_order(self):
     texts = [
       ('model.routing.capacity', '0.5'),
       ('model.routing', "{'gate': 'sigmoid'}"),
       ('model', "{'type': 'LM', 'width': 8}"),
     ]
-    changed = config.override(EXAMPLES[2], texts)
     routing = Routing(capacity=0.5, gate='sigmoid')
-    assert changed.model == LM(width=8, routing=routing)
-
-  def test_a_group_and_then_its_fields(self):
-    texts = [('model', "{'type': 'ViT'}"), ('model.patch', '8')]
     for order in (texts, texts[::-1]):
       changed = config.override(EXAMPLES[2], order)
-      assert changed.model == ViT(patch=8)
+      assert changed.model == LM(width=8, routing=routing)
+
+  def test_a_group_needs_its_type(self):
     # Unlike in JSON, where it may be of before there was a choice.
     for text in ('{}', "{'width': 8}"):
       assert refusal(config.override, RICH, [('model', text)]) == (
@@ -415,9 +353,7 @@ class TestOverride:
     ('path', 'text', 'words'),
     [
       ('model.mesh', '1,x', 'mesh=1,x: expected a tuple of integers.'),
-      ('model.tied', 'maybe', 'tied=maybe: expected true or false.'),
       ('model.width.x', '1', 'config.model.width is 64 and has no'),
-      ('model.zzz', '1', "config.model has no field 'zzz'. Its fields are"),
       ('model', '{}x', '--config.model={}x: expected LM or ViT.'),
       ('model', "{'type': []}", 'config.model.type=(): expected one of'),
       ('model.routing.capacity', '2', 'model.routing: capacity=2.0: expected'),
@@ -433,31 +369,17 @@ class TestOverride:
     assert "model.routing is None and has no 'capacity'" in message
 
 
-class TestDiff:
-  def test_one_line_per_field(self):
-    other = dataclasses.replace(
-      RICH,
-      steps=8,
-      model=dataclasses.replace(
-        RICH.model,
-        width=256,
-        routing=dataclasses.replace(RICH.model.routing, gate='raw'),
-      ),
-    )
-    assert config.diff(RICH, other) == [
-      'steps: 7 -> 8',
-      'model.width: 64 -> 256',
-      "model.routing.gate: 'sigmoid' -> 'raw'",
-    ]
-
-  def test_none_for_equal(self):
-    assert config.diff(LM(rate=1), LM(rate=1.0)) == []
-
-  def test_another_class(self):
-    assert config.diff(LM(), LM(routing=Routing())) == [
-      "routing: None -> Routing(capacity=0.125, gate='raw')"
-    ]
-    assert config.diff(LM(), ViT()) == ['type: LM -> ViT']
+def test_differences_are_a_line_per_field():
+  changes = {'steps': 8, 'model.routing.gate': 'raw'}
+  assert config.diff(RICH, config.replace(RICH, changes)) == [
+    'steps: 7 -> 8',
+    "model.routing.gate: 'sigmoid' -> 'raw'",
+  ]
+  assert config.diff(LM(rate=1), LM(rate=1.0)) == []
+  assert config.diff(LM(), LM(routing=Routing())) == [
+    "routing: None -> Routing(capacity=0.125, gate='raw')"
+  ]
+  assert config.diff(LM(), ViT()) == ['type: LM -> ViT']
 
 
 @pytest.mark.parametrize(

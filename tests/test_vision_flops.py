@@ -112,13 +112,6 @@ class TestPublishedTables:
       config = vit.BACKBONES[backbone](routing=amod(capacity))
       assert config.isoflop_twin() == vit.BACKBONES[backbone](num_layers=depth)
 
-      def distance(layers, config=config):
-        other = config.isoflop_twin(layers)
-        assert other.num_layers == layers
-        return abs(flops.published_macs(other) - flops.published_macs(config))
-
-      assert distance(depth) < min(distance(depth - 1), distance(depth + 1))
-
   @pytest.mark.parametrize(
     ('keep', 'giga'),
     [(0.9, 4.050), (0.8, 3.471), (0.7, 2.988), (0.6, 2.571), (0.5, 2.234)],
@@ -148,7 +141,6 @@ class TestParameters:
       (vit.deit_small(), 22_050_664),
       (vit.vit_base(), 86_567_656),
       (DynamicViTConfig(), 22_774_414),
-      (vit.deit_small(routing=amod(0.5)), 22_050_664),
       (vit.deit_small(routing=amod(0.5, score='learned')), 22_050_664 + 2304),
       (DynamicViTConfig(stages=(3,)), 22_050_664 + 241_250),
       # DeiT's distilled models as published.
@@ -175,7 +167,6 @@ class TestAgainstXla:
   @pytest.mark.parametrize(
     'config',
     {
-      'dense': ViTConfig(**WIDE),
       'stem': ViTConfig(
         **(WIDE | {'width': 1536}),
         stem=ConvStemConfig(width=256),
@@ -183,7 +174,6 @@ class TestAgainstXla:
         token_head=True,
       ),
       'amod': ViTConfig(**WIDE, routing=amod(0.5)),
-      'dynamic': DynamicViTConfig(backbone=ViTConfig(**WIDE), stages=(0, 1)),
       'dynamic_structural': DynamicViTConfig(
         backbone=ViTConfig(**WIDE), stages=(1,), score='structural'
       ),

@@ -66,12 +66,9 @@ def test_published_models_are_short_by_default(tmp_path):
     raise StopIteration
 
   language.continued = continued
-  for prompt in ('how', 'how many trees'):
-    with pytest.raises(StopIteration):
-      long.predict(prompt)
-  assert asked == [
-    2048 - len(long.encode(x)) for x in ('how', 'how many trees')
-  ]
+  with pytest.raises(StopIteration):
+    long.predict('how many trees')
+  assert asked == [2048 - len(long.encode('how many trees'))]
   # What was trained here is as long as it was trained.
   ours = dataclasses.replace(long, foreign=False)
   assert ours.default_length == 10**6
@@ -84,8 +81,6 @@ def test_refusals(run):
     mod_jax.load(MODEL).chat(MESSAGES)
   with pytest.raises(UserError, match='top: this model takes max_new_t.*leave'):
     run.predict('how', top=3)
-  with pytest.raises(UserError, match='max_length'):
-    run.chat(MESSAGES, max_new_tokens=10**6)
 
 
 def test_an_answer_that_is_not_whole_is_an_error(run, monkeypatch):

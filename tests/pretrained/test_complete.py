@@ -107,13 +107,6 @@ def test_dense_first_where_it_is_needed(hugging_face, photos):
   }
 
 
-def test_another_size_of_pictures(hugging_face, photos):
-  init = str(hugging_face('vit_huggingface'))
-  sizes = {'data.image_size': 48, 'model.image_size': 48}
-  config = build('dense', photos, init=init, **sizes)
-  assert (config.model.image_size, config.data.image_size) == (48, 48)
-
-
 @pytest.mark.parametrize(
   ('name', 'what'),
   [
@@ -139,17 +132,11 @@ def test_the_dense_run_comes_first_and_is_learnt_from(
   monkeypatch.setattr(evaluation, 'report', lambda *args: None)
   config = build('dynamic', photos, init=str(hugging_face('vit_huggingface')))
   assert config.model.stages == (1,)
-  small = {
-    'train.num_steps': 2,
-    'dense.num_steps': 2,
-    'dense.warmup_steps': 0,
-    'optimizer.warmup_steps': 0,
-    'optimizer.rules': (),
-    'train.batch_size': 8,
-    'dense.batch_size': 8,
-    'evaluation.every': 0,
-    'log.tensorboard': False,
-  }
+  small = dict.fromkeys(('train.num_steps', 'dense.num_steps'), 2)
+  small |= dict.fromkeys(('train.batch_size', 'dense.batch_size'), 8)
+  small |= {'dense.warmup_steps': 0, 'optimizer.warmup_steps': 0}
+  small |= {'optimizer.rules': (), 'evaluation.every': 0}
+  small |= {'log.tensorboard': False}
   with on_one_device():
     config = config_lib.replace(config, small)
     result = phases.train(config, tmp_path)
@@ -171,11 +158,7 @@ def test_the_dense_run_comes_first_and_is_learnt_from(
 @pytest.fixture(scope='module')
 def texts(tmp_path_factory):
   root = tmp_path_factory.mktemp('texts')
-  rng = np.random.default_rng(0)
-  for i in range(30):
-    words = rng.choice(['to', 'be', 'or', 'not', 'question'], 400)
-    (root / f'{i}.txt').write_text(' '.join(words))
-  return root
+  return tiny.texts(root, **{f't{i}': 1500 for i in range(30)})
 
 
 def complete_files(variant, texts, **changes):
@@ -194,7 +177,7 @@ def test_a_tokenizers_vocabulary_is_read(texts):
   # As often as is allowed, and no more.
   tokens = learned.train.num_steps * 16 * 256
   assert 1 <= learned.train.num_steps < FILES.STEPS
-  assert tokens <= 30 * 400 * 8 * 5
+  assert tokens <= 30 * 1500 * 5
   data = dataclasses.replace(learned.data, tokenizer_vocab_size=270)
   path = text.learn_tokenizer(data)
   given = complete_files(

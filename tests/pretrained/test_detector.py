@@ -9,7 +9,6 @@ import pytest
 import tiny
 
 import mod_jax
-from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'golden' / 'detr'
@@ -74,12 +73,3 @@ def test_pictures_are_read_there_as_here(dense, tmp_path, format):
   again = mod_jax.load(tmp_path)
   assert (again.config, again.preprocess) == (model, reads)
   tiny.same(again.variables, run.variables)
-
-
-def test_data_of_another_kind_are_refused(dense):
-  with pytest.raises(
-    UserError, match='is a TextDataConfig.* needs a Detection'
-  ):
-    dense.evaluate(TextDataConfig())
-  with pytest.raises(UserError, match='so it has no data.*DetectionDataConfig'):
-    dense.evaluate()

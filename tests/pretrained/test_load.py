@@ -50,11 +50,7 @@ def workdir(folder, tmp_path_factory, on_one_device):
     mean=(0.1, 0.2, 0.3),
     std=(0.4, 0.5, 0.6),
   )
-  sizes = {
-    'train.num_steps': 2,
-    'train.batch_size': 8,
-    'evaluation.batch_size': 6,
-  }
+  sizes = {'train.num_steps': 2, 'evaluation.batch_size': 6}
   workdir = tmp_path_factory.mktemp('run')
   with on_one_device(), pytest.MonkeyPatch.context() as patch:
     patch.setattr(evaluation, 'report', lambda *args: None)
@@ -119,31 +115,23 @@ def test_class_names_outlive_the_pictures(workdir, folder, tmp_path):
 
 
 class TestOfAFile:
-  @pytest.fixture
-  def directory(self, tmp_path):
-    """A folder such as Hugging Face has."""
+  def directory(self, tmp_path, classes):
+    """Makes a folder such as Hugging Face has."""
     shutil.copy(
       GOLDEN / 'vit_huggingface.safetensors', tmp_path / 'model.safetensors'
     )
-    told = {
-      'num_attention_heads': 3,
-      'layer_norm_eps': 1e-12,
-      'hidden_act': 'gelu',
-      'id2label': {str(i): f'kind {i}' for i in (*range(1, 10), 0)},
-    }
+    told = {'num_attention_heads': 3, 'layer_norm_eps': 1e-12}
+    told |= {'hidden_act': 'gelu'}
+    told['id2label'] = {str(i): f'kind {i}' for i in classes}
     (tmp_path / 'config.json').write_text(json.dumps(told))
-    pictures = {
-      'image_mean': [0.4, 0.5, 0.6],
-      'image_std': [0.1, 0.2, 0.3],
-      'do_resize': True,
-      'size': {'height': 32, 'width': 32},
-    }
+    pictures = {'do_resize': True, 'size': {'height': 32, 'width': 32}}
+    pictures |= {'image_mean': [0.4, 0.5, 0.6], 'image_std': [0.1, 0.2, 0.3]}
     (tmp_path / 'preprocessor_config.json').write_text(json.dumps(pictures))
     return tmp_path
 
-  def test_sizes_classes_and_preprocessing_are_told(self, directory, caplog):
+  def test_sizes_classes_and_preprocessing_are_told(self, tmp_path, caplog):
     with caplog.at_level('WARNING', 'absl'):
-      run = mod_jax.load(directory)
+      run = mod_jax.load(self.directory(tmp_path, (*range(1, 10), 0)))
     assert not caplog.records
     assert run.experiment is None
     assert run.classes == tuple(f'kind {i}' for i in range(10))
@@ -162,12 +150,8 @@ class TestOfAFile:
     assert len(classes) == 3
     assert set(classes) <= set(run.classes)
 
-  def test_names_of_other_classes_are_not_taken(self, directory):
-    config = directory / 'config.json'
-    told = json.loads(config.read_text())
-    told['id2label'].pop('9')
-    config.write_text(json.dumps(told))
-    run = mod_jax.load(directory)
+  def test_names_of_other_classes_are_not_taken(self, tmp_path):
+    run = mod_jax.load(self.directory(tmp_path, range(9)))
     assert run.classes is None
     assert run.preprocess.crop_fraction == 1  # It resizes the whole picture.
 
@@ -198,16 +182,19 @@ class TestExport:
     files = sorted(folder.rglob('*.png'))
     assert again.predict(files) == run.predict(files)
 
-  def test_labels_stay_independent_in_our_own_format(self, run, tmp_path):
-    published = dataclasses.replace(run, experiment=None, multi_label=True)
-    published = dataclasses.replace(published, task=None)
-    mod_jax.export(published, tmp_path)
-    assert mod_jax.load(tmp_path).multi_label
-
   @pytest.mark.parametrize('format', ['huggingface', 'timm'])
   def test_the_dense_model_for_others(self, run, folder, tmp_path, format):
-    mod_jax.export(run, tmp_path / 'out', format, dense=True)
-    again = mod_jax.load(tmp_path / 'out')
+    # Nothing of an earlier model is left.
+    mod_jax.export(run, tmp_path)
+    whole = tmp_path / 'model.safetensors'
+    for name in ('model-00001-of-00002.safetensors', 'routers.safetensors'):
+      shutil.copy(whole, tmp_path / name)
+    (tmp_path / 'model.safetensors.index.json').write_text('{}')
+    mod_jax.export(run, tmp_path, format, dense=True)
+    left = {path.name for path in tmp_path.iterdir()}
+    left.discard('preprocessor_config.json')
+    assert left == {'config.json', 'model.safetensors'}
+    again = mod_jax.load(tmp_path)
     assert again.config == run.config.dense_twin()
     assert again.classes == run.classes
     images_BHWC = run.preprocess(folder.rglob('*.png'))
@@ -235,12 +222,16 @@ class TestExport:
     odd = dataclasses.replace(
       run, config=dense, experiment=None, task=None, preprocess=preprocess
     )
+    if format == 'safetensors':
+      odd = dataclasses.replace(odd, multi_label=True)
     if (format, resize) == ('timm', 'none'):
       with pytest.raises(UserError, match='leaves the size of pictures'):
         mod_jax.export(odd, tmp_path, format)
       return
     mod_jax.export(odd, tmp_path, format)
-    assert mod_jax.load(tmp_path).preprocess == preprocess
+    again = mod_jax.load(tmp_path)
+    assert again.preprocess == preprocess
+    assert again.multi_label == odd.multi_label
 
   @pytest.mark.parametrize(
     ('name', 'value', 'field'),
@@ -256,15 +247,6 @@ class TestExport:
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     with pytest.raises(UserError, match=f'beside .*{field}.*expected'):
       mod_jax.load(tmp_path)
-
-  def test_nothing_of_an_earlier_model_is_left(self, run, tmp_path):
-    mod_jax.export(run, tmp_path)
-    for name in ('model-00001-of-00002.safetensors', 'routers.safetensors'):
-      shutil.copy(tmp_path / 'model.safetensors', tmp_path / name)
-    (tmp_path / 'model.safetensors.index.json').write_text('{}')
-    mod_jax.export(run, tmp_path, 'timm', dense=True)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {'config.json', 'model.safetensors'}
 
 
 def test_classes_of_one_name_are_told_apart(run, folder):
@@ -282,10 +264,7 @@ def test_classes_of_one_name_are_told_apart(run, folder):
 def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
   texts = tmp_path / 'texts'
   texts.mkdir()
-  rng = np.random.default_rng(0)
-  for i in range(4):
-    text = ' '.join(rng.choice(['def', 'main', 'return', 'x'], 99))
-    (texts / f'{i}.txt').write_text(text)
+  tiny.texts(texts, a=400, b=400, c=400, d=400)
   routing = MoDConfig(capacity=0.5, threshold_decay=0.9)
   model = dataclasses.replace(tiny.LM, vocab_size=270, routing=routing)
   data = TextDataConfig(

@@ -85,7 +85,6 @@ REFUSED = {
   ),
   # What to predict.
   'nothing.jpg': lambda _: vit().predict('nothing.jpg'),
-  'float64': lambda _: vit().predict(np.zeros((4, 4, 3))),
   'shape (4, 4)': lambda _: vit().predict(np.zeros((4, 4), np.uint8)),
   'give strings': lambda _: language().predict(np.zeros(3)),
   'say on which': lambda _: vit().evaluate(),
@@ -115,10 +114,8 @@ REFUSED = {
   "unknown method 'tomme'": lambda _: route('tomme'),
   'objective.budget': lambda _: route('acm', capacity=0.5),
   'amod … take one of mod, acm': lambda _: route('amod', language),
-  'dynamic … take one of mod, acm': lambda _: route('dynamic', language),
   "Did you mean 'capacity'": lambda _: route('amod', capcity=0.5),
-  "Did you mean 'num_learners'": lambda _: route('acm', num_learner=0.5),
-  "Did you mean 'keep'": (lambda _: route('dynamic', keeps=0.5, stages=(1,))),
+  "dtype='int4' … bfloat16": lambda _: mod_jax.load(LM_FOLDER, dtype='int4'),
   'capacity=2': lambda _: route('amod', capacity=2.0),
   # Configs that files complete.
   'is a vision transformer: give a lang': (

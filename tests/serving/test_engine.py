@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 import tiny
@@ -146,20 +145,6 @@ def plain():
 
 
 @pytest.mark.slow
-def test_nothing_compiles_after_the_warm_up_and_memory_does_not_grow():
-  # Other shapes than those of other tests, whose programs would be found.
-  config = dataclasses.replace(MOD, num_layers=1, width=8, num_heads=2)
-  engine, _ = make(config, slots=3)
-  engine.warm_up()
-  before = len(jax.live_arrays())
-  with tiny.compilations() as compiled:
-    collect(engine, requests(30, seed=3), np.random.default_rng(4))
-  # The arrays of the rows, which the host makes, are of few shapes.
-  assert not compiled
-  assert len(jax.live_arrays()) <= before + 8
-
-
-@pytest.mark.slow
 def test_caches_are_written_in_place(plain):
   engine, _ = plain
   engine.submit([1, 2, 3], max_new_tokens=3)
@@ -241,12 +226,6 @@ class TestText:
         break
     return pieces, stream.end(), stream.stopped
 
-  def test_characters_come_whole(self):
-    pieces, rest, _ = self.stream('aé€😀b')
-    assert ''.join(pieces) + rest == 'aé€😀b'
-    assert '\N{REPLACEMENT CHARACTER}' not in ''.join(pieces)
-    assert pieces[1:3] == ['', 'é']
-
   def test_what_may_become_a_stop_text_is_held_back(self):
     pieces, rest, stopped = self.stream('one, two; three', ', three', '; th')
     assert (''.join(pieces), rest, stopped) == ('one, two', '', True)
@@ -254,18 +233,14 @@ class TestText:
     pieces, rest, stopped = self.stream('one; t', '; th')
     assert (''.join(pieces), rest, stopped) == ('one', '; t', False)
 
-  def test_bytes_that_are_no_character_come_in_the_end(self):
-    stream = TextStream(tokenizers.make('bytes'), [], ())
-    assert stream.add(0xE2) == ''
-    assert stream.end() == '\N{REPLACEMENT CHARACTER}'
-
-  @pytest.mark.parametrize('stray', [b'\xff', b'\xff\xfe', b'\xf0\x9f'])
+  @pytest.mark.parametrize('stray', [b'', b'\xff', b'\xff\xfe', b'\xf0\x9f'])
   def test_what_follows_a_byte_astray_is_not_lost(self, stray):
-    data = stray + '😀中a'.encode()
+    data = stray + '😀中a'.encode() + b'\xe2'
     stream = TextStream(tokenizers.make('bytes'), [], ())
     pieces = [stream.add(byte) for byte in data]
     assert ''.join(pieces) + stream.end() == data.decode('utf-8', 'replace')
-    assert pieces[-1] == 'a'
+    # Characters come whole, and what is none in the end.
+    assert pieces[-5:] == ['', '', '中', 'a', '']
 
 
 class _Words:

@@ -127,20 +127,22 @@ def test_others_have_the_same_tokens_and_pay_nothing(engine, run):
   assert engine._extras is None
 
 
-def test_nothing_compiles_after_the_warm_up(run):
+def test_nothing_compiles_after_the_warm_up_and_memory_does_not_grow(run):
   engine = Engine(run, slots=3, max_length=24, mode=MODE)
   reports = []
   engine.warm_up(reports.append)
   # Prompts of up to 8, 16 and 23 tokens, and the programs with extras.
   assert len(reports) == 4
-  assert reports[0] == '1 of 4: prompts of up to 8 tokens'
   assert reports[-1] == '4 of 4: prompts of up to 23 tokens'
+  before = len(jax.live_arrays())
   with tiny.compilations() as compiled:
     for more in (*SETTINGS, {'num_likeliest': 20}, {'min_p': 0.1}):
-      engine.submit([1] * 9, max_new_tokens=3, temperature=1.0, **more)
+      for length in (1, 9, 20):
+        engine.submit([1] * length, max_new_tokens=3, temperature=1.0, **more)
     list(engine.run())
     engine.load()
   assert not compiled
+  assert len(jax.live_arrays()) <= before + 8
 
 
 def test_min_p(engine, logits_after):

@@ -69,22 +69,9 @@ SCHEMAS = {
   'either': {
     'anyOf': [
       {'type': 'string', 'pattern': '^[a-f]{2,4}$'},
-      {'type': 'object', 'properties': {}, 'additionalProperties': False},
+      {'type': 'string', 'format': 'uuid'},
       {'const': [1, 'é😀']},
     ]
-  },
-  'identified': {
-    'type': 'object',
-    'properties': {
-      'id': {'type': 'string', 'format': 'uuid'},
-      'tags': {
-        'type': 'array',
-        'items': {'type': 'string', 'maxLength': 3},
-        'maxItems': 2,
-      },
-    },
-    'required': ['id'],
-    'additionalProperties': False,
   },
 }
 
@@ -156,8 +143,6 @@ def test_choices(client, alone):
     (choice,) = chunk.choices
     pieces[choice.index] += choice.delta.content
   assert pieces == [choice.message.content for choice in chat.choices]
-  with pytest.raises(openai.BadRequestError, match='11 prompts in one request'):
-    client.completions.create(**TEXT, n=11)
 
 
 def test_the_pieces_of_a_chat_join_to_the_whole(client):
@@ -173,25 +158,18 @@ def test_the_pieces_of_a_chat_join_to_the_whole(client):
 
 
 def test_settings_reach_the_engine(client, alone):
+  plain = {'max_new_tokens': 8, 'seed': 3, 'temperature': 1}
+  (without,) = alone.generate(['how'], **plain)
   for settings in (
     {'frequency_penalty': 2.0},
     {'presence_penalty': 2.0},
-    {'logit_bias': {65: 100, '66': 99.5}},
+    {'logit_bias': {65: 100, 66: 99.5}},
     {'top_k': 2},
     {'min_p': 0.9},
     {'top_p': 0.1},
   ):
-    extra = {k: v for k, v in settings.items() if k in ('top_k', 'min_p')}
-    plain = {k: v for k, v in settings.items() if k not in extra}
-    found = client.completions.create(**TEXT, **plain, extra_body=extra)
-    if 'logit_bias' in settings:
-      settings = {'logit_bias': {65: 100, 66: 99.5}}
-    (expected,) = alone.generate(
-      ['how'], **{'max_new_tokens': 8, 'seed': 3, 'temperature': 1} | settings
-    )
-    (without,) = alone.generate(
-      ['how'], max_new_tokens=8, seed=3, temperature=1
-    )
+    found = client.completions.create(**TEXT, extra_body=settings)
+    (expected,) = alone.generate(['how'], **plain | settings)
     assert found.choices[0].text == expected.text != without.text, settings
 
 
@@ -213,8 +191,6 @@ def test_log_probabilities_of_a_completion(client, alone):
   # Parts of characters, and what is no text at all.
   assert spelled(alone.tokenizer.encode('é')[0]) == 'bytes:\\xc3'
   assert (spelled(END), spelled(END + 1)) == ('<eos>', '')
-  own = client.completions.create(**TEXT, logprobs=0).choices[0].logprobs
-  assert (own.tokens, own.top_logprobs) == (logprobs.tokens, None)
   pieces = list(client.completions.create(**TEXT, logprobs=2, stream=True))
   columns = [piece.choices[0].logprobs for piece in pieces]
   assert sum((c.tokens for c in columns), []) == logprobs.tokens
@@ -234,11 +210,6 @@ def test_log_probabilities_of_a_chat(client):
     assert max(best) < 0
   text = b''.join(bytes(place.bytes) for place in content)
   assert text.decode('utf-8', 'replace') == found.message.content
-  own = client.chat.completions.create(**asked).choices[0].logprobs.content
-  assert [(p.token, p.logprob) for p in own] == [
-    (p.token, p.logprob) for p in content
-  ]
-  assert not any(place.top_logprobs for place in own)
   pieces = client.chat.completions.create(**asked, top_logprobs=3, stream=True)
   streamed = [
     place for piece in pieces for place in piece.choices[0].logprobs.content
@@ -308,7 +279,7 @@ def test_a_schema_harms_nobody(alone):
   prompts = ['how', 'are', 'you'] * 3
   settings = {'max_new_tokens': 60, 'temperature': 1.0, 'seed': 5}
   expected = alone.generate(prompts, **settings)
-  schemas = [SCHEMAS[name] for name in ('flat', 'identified', 'numbers')] * 3
+  schemas = [SCHEMAS[name] for name in ('flat', 'nested', 'numbers')] * 3
   held = {'temperature': 1.0, 'seed': 1}
   by_itself = [
     alone.generate(['x'], schema=schema, **held)[0] for schema in schemas[:3]
@@ -365,20 +336,16 @@ def test_a_schema_that_becomes_too_complex_ends_alone(alone, monkeypatch):
 @pytest.mark.parametrize(
   ('schema', 'message'),
   [
-    ({'type': 'x'}, 'not supported: Invalid type: x'),
     ({'$ref': 'http://x/y'}, 'not supported: .*http://x/y'),
-    ({'not': {}}, 'not supported: .*not'),
     ({'type': 'string', 'pattern': '('}, 'not supported: regex'),
     ({'enum': []}, 'not supported: Unsatisfiable'),
   ],
 )
-def test_bad_schemas(client, alone, schema, message):
+def test_bad_schemas(client, schema, message):
   with pytest.raises(openai.BadRequestError, match=message):
     client.chat.completions.create(
       **CHAT, max_tokens=3, response_format=of_schema(schema)
     )
-  with pytest.raises(UserError, match=message):
-    alone.submit('x', schema=schema)
 
 
 def test_without_the_library(run, monkeypatch):
@@ -391,39 +358,26 @@ def test_without_the_library(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ('changes', 'message'),
+  ('asked', 'changes', 'message'),
   [
-    ({'n': 0}, 'n=0: Input should be greater than'),
-    ({'n': 129}, 'n=129: Input should be less than'),
-    ({'frequency_penalty': 3}, r'frequency_penalty=3.*: expected -2 to 2'),
-    ({'logit_bias': {'a': 1}}, 'logit_bias=.*: expected numbers by token'),
-    ({'logit_bias': {'1': True}}, 'logit_bias=.*: expected numbers by token'),
-    ({'extra_body': {'top_k': -1}}, 'top_k=-1'),
-    ({'seed': -1}, 'seed=-1: expected 0 to'),
-    ({'top_logprobs': 3}, 'top_logprobs come with logprobs'),
-    ({'logprobs': True, 'top_logprobs': 21}, 'top_logprobs=21'),
-    ({'response_format': {'type': 'xml'}}, 'response_format.type='),
-    ({'response_format': {'type': 'json_schema'}}, 'json_schema belongs to'),
-    ({'tools': [{'type': 'function'}]}, 'tools'),
+    (CHAT, {'n': 0}, 'n=0: Input should be greater than'),
+    (CHAT, {'n': 129}, 'n=129: Input should be less than'),
+    (CHAT, {'frequency_penalty': 3}, r'frequency_penalty=3.*: expected -2 to'),
+    (CHAT, {'logit_bias': {'a': 1}}, 'logit_bias=.*: expected numbers by'),
+    (CHAT, {'logit_bias': {'1': True}}, 'logit_bias=.*: expected numbers by'),
+    (CHAT, {'seed': -1}, 'seed=-1: expected 0 to'),
+    (CHAT, {'top_logprobs': 3}, 'top_logprobs come with logprobs'),
+    (CHAT, {'response_format': {'type': 'json_schema'}}, 'json_schema belongs'),
+    (CHAT, {'tools': [{'type': 'function'}]}, 'tools'),
+    (TEXT, {'best_of': 3}, 'best_of=3: expected 1: ask for n choices, and'),
+    (TEXT, {'logprobs': 6}, 'logprobs=6: Input should be less than'),
+    (TEXT, {'echo': True}, 'echo=True'),
   ],
 )
-def test_bad_chats(client, changes, message):
+def test_bad_requests(client, asked, changes, message):
+  which = client.chat if asked is CHAT else client
   with pytest.raises(openai.BadRequestError, match=message):
-    client.chat.completions.create(**CHAT, max_tokens=3, **changes)
-
-
-@pytest.mark.parametrize(
-  ('changes', 'message'),
-  [
-    ({'best_of': 3}, 'best_of=3: expected 1: ask for n choices, and rank them'),
-    ({'logprobs': 6}, 'logprobs=6: Input should be less than'),
-    ({'echo': True}, 'echo=True'),
-    ({'suffix': 'x'}, "suffix='x'"),
-  ],
-)
-def test_bad_completions(client, changes, message):
-  with pytest.raises(openai.BadRequestError, match=message):
-    client.completions.create(**TEXT, **changes)
+    which.completions.create(**{'max_tokens': 3} | asked | changes)
 
 
 def test_models_by_name(client):
@@ -483,14 +437,6 @@ def test_metrics_and_the_key(run):
     idle = ('running', 'waiting', 'cache_filled_ratio')
     assert [values[name,] for name in idle] == [0, 0, 0]
     assert values['healthy',] == 1
-    stream = client.completions.create(
-      **TEXT | {'max_tokens': 380, 'n': 3}, stream=True, logit_bias={END: -100}
-    )
-    next(iter(stream))
-    values = scrape(client, 'secret')
-    assert (values['running',], values['waiting',]) == (2, 1)
-    assert 0 < values['cache_filled_ratio',] < 1
-    stream.close()
 
 
 def test_a_server_tells_its_progress_and_drains(folder, tmp_path):

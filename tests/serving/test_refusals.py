@@ -1,16 +1,13 @@
 """Bad input is refused in a sentence that names it and the way out."""
 
 import dataclasses
-import sys
 
-from command_line import assert_refused, call
 import pytest
 import tiny
 
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.pretrained.load import Run
-from mod_jax.scripts import serve
 from mod_jax.serving.engine import Engine
 
 MOD = dataclasses.replace(
@@ -66,9 +63,3 @@ UNTRAINED = dataclasses.replace(MOD, routing=MoDConfig(router_loss=0.0))
 def test_engines(kwargs, named):
   with pytest.raises(UserError, match=named):
     make(**kwargs)
-
-
-@pytest.mark.parametrize('flag', ['--port=70000', '--port=-1', '--queue=-1'])
-def test_command_lines(flag, monkeypatch):
-  monkeypatch.setattr(sys, 'argv', ['mod-jax-serve', '--model=here', flag])
-  assert_refused(call(serve.run), f'^error: {flag}: .* is not a')

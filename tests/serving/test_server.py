@@ -101,9 +101,6 @@ def test_a_completion_is_the_engines(client, alone):
     spelled = map(alone.tokenizer.spelled, completion.tokens)
     assert choice.logprobs.tokens == list(spelled)
   assert found.usage.completion_tokens == sum(len(c.tokens) for c in expected)
-  # Sixteen tokens unless it is said, as everywhere.
-  by_default = client.completions.create(model='tiny', prompt='how')
-  assert by_default.usage.completion_tokens <= 16
   tokens = alone.tokenizer.encode('how are')
   of_tokens = client.completions.create(
     model='tiny', prompt=tokens, temperature=0, max_tokens=4
@@ -125,9 +122,6 @@ def test_a_stream_is_the_whole_in_pieces(client):
   *_, last = client.completions.create(
     **asked, stream=True, stream_options={'include_usage': True}
   )
-  assert not last.choices
-  assert last.usage.prompt_tokens > 0
-  assert last.usage.completion_tokens == 20
   assert last.usage.total_tokens == last.usage.prompt_tokens + 20
   stop = whole.text[2:4]
   cut = client.completions.create(**asked, stop=[stop, 'zzz']).choices[0]
@@ -162,14 +156,11 @@ def test_a_chat_follows_the_template(client, alone):
     # Refused before it is tokenised, by its tokens, and with what it asks for.
     ({'prompt': 'how ' * 9999}, '39996 bytes does not fit max_length=48'),
     ({'prompt': 'o ' * 60}, '120 tokens does not fit max_length=48'),
-    ({'prompt': ''}, 'no token'),
-    ({'prompt': [10**6]}, 'vocab_size=272'),
     ({'prompt': ['o'] * 7}, '7 prompts in one request, .*: expected 1 to 6'),
     ({'prompt': ['o'] * 10**5}, 'prompt=.*: expected .* a list of 128 of'),
     ({'prompt': [1.7, 2]}, r'prompt=\[1.7, 2\]: expected a text, tokens'),
     ({'prompt': 'a' * 40 + 'b'}, 'PanicException.*retry-limit-in-match'),
     ({'temperature': 10**400}, 'temperature=10*.*: Input should be a finite'),
-    ({'max_tokens': 0}, 'max_new_tokens=0'),
     ({'stop': ['']}, 'stop=.*: expected a text of 1 to 128 characters'),
     ({'stop': ['x'] * 10**5}, 'stop=.*: expected .* a list of 16 of these'),
     ({'extra_body': {'top_q': 3}}, 'top_q=3 is not supported: leave it out'),
@@ -186,12 +177,9 @@ def test_what_is_no_request(client):
   http = client._client
   url = f'{client.base_url}completions'
   for body, status in (
-    (b'{', 400),
     (b'[]', 400),
     (b'[' * 10**5, 400),
-    (b'{"prompt": "how", "max_tokens": NaN}', 400),
     (b'{"prompt": "how", "seed": NaN}', 400),
-    (b'{"prompt": "how", "seed": Infinity}', 400),
     (b'{"prompt": "how", "seed": 1' + b'0' * 5000 + b'}', 400),
     (b'{"prompt": "how", "top_p": "\\ud800"}', 400),
     (b'{"prompt": "\\ud800"}', 400),
@@ -281,7 +269,16 @@ def test_a_strangers_template_ends_alone(client):
   assert client.chat.completions.create(**asked, messages=messages).choices
 
 
-def test_time_limits_need_no_signals_of_the_server(run, tmp_path, monkeypatch):
+@pytest.fixture
+def make_process(run):
+  """Returns a function: the process that turns the run's texts to tokens."""
+  source = run.task.modality.tokenizer_source
+  return lambda: text_process.TextProcess(*source, pretrained=False)
+
+
+def test_time_limits_need_no_signals_of_the_server(
+  make_process, tmp_path, monkeypatch
+):
   """As where libtpu was loaded, which has its process ignore SIGPROF."""
   # The shell ignores them, not this process: libtpu also has timers that send
   # SIGPROF, so whoever restores its default in such a process, dies.
@@ -292,8 +289,7 @@ def test_time_limits_need_no_signals_of_the_server(run, tmp_path, monkeypatch):
   python.chmod(0o755)
   with monkeypatch.context() as patch:
     patch.setattr(sys, 'executable', str(python))
-    source = run.task.modality.tokenizer_source
-    process = text_process.TextProcess(*source, pretrained=False)
+    process = make_process()
   chat = [{'role': 'user', 'content': 'loop'}]
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     reply = pool.submit(process.call, 'encode_chat', chat, 9)
@@ -304,9 +300,8 @@ def test_time_limits_need_no_signals_of_the_server(run, tmp_path, monkeypatch):
       process.stop()  # Also ends the thread, where the limit did not.
 
 
-def test_tokens_are_decoded_after_a_fork_has_ended(run):
-  source = run.task.modality.tokenizer_source
-  process = text_process.TextProcess(*source, pretrained=False)
+def test_tokens_are_decoded_after_a_fork_has_ended(run, make_process):
+  process = make_process()
   try:
     tokens = run.tokenizer.encode('how are')
     assert process.decode_after([], tokens) == 'how are'
@@ -337,9 +332,7 @@ def test_templates_have_what_hugging_face_gives_them(tmp_path):
   (tmp_path / 'chat_template.jinja').write_text('{{ raise_exception("no") }}')
   with pytest.raises(jinja2.TemplateError, match='no'):
     chat.read_template(tmp_path).render()
-
-
-def test_templates_are_told_that_there_are_no_tools(tmp_path):
+  # There are no tools, which is said.
   (tmp_path / 'chat_template.jinja').write_text(
     '{% for x in (tools, documents) %}{% if x is not none %}{{ x | length }}'
     '{% endif %}{% endfor %}{{ messages[0].content }}'
@@ -348,41 +341,26 @@ def test_templates_are_told_that_there_are_no_tools(tmp_path):
   assert chat.render('huggingface', tmp_path, messages) == 'how'
 
 
-def test_of_several_templates_the_default_is_taken(tmp_path):
-  templates = [
-    {'name': 'tool_use', 'template': 'tools'},
-    {'name': 'default', 'template': 'hello'},
-  ]
-  fields = tmp_path / 'tokenizer_config.json'
-  fields.write_text(json.dumps({'chat_template': templates}))
-  assert chat.read_template(tmp_path).render() == 'hello'
-  for others in (templates[:1], [{'name': 'default'}], ['default']):
-    fields.write_text(json.dumps({'chat_template': others}))
-    assert chat.read_template(tmp_path) is None
-
-
 def test_a_template_is_where_the_tokenizer_is(tmp_path):
   """Be it named by its file, or by its directory."""
   fields = tmp_path / 'tokenizer_config.json'
-  fields.write_text(json.dumps({'chat_template': 'hello'}))
-  for path in (tmp_path, tmp_path / 'tokenizer.json', str(tmp_path)):
-    assert chat.read_template(path).render() == 'hello'
-  loops = '{% for x in y %}' * 30 + '{% endfor %}' * 30
-  for damaged in (b'[1]', b'[' * 9999, b'{"chat_template": 1}', b'\xff'):
-    fields.write_bytes(damaged)
+  tools = {'name': 'tool_use', 'template': 'tools'}
+  default = {'name': 'default', 'template': 'hello'}
+  for template in ('hello', [tools, default]):
+    fields.write_text(json.dumps({'chat_template': template}))
+    for path in (tmp_path, tmp_path / 'tokenizer.json', str(tmp_path)):
+      assert chat.read_template(path).render() == 'hello'
+  for others in ([tools], [{'name': 'default'}], ['default'], 1):
+    fields.write_text(json.dumps({'chat_template': others}))
     assert chat.read_template(tmp_path) is None
-  for damaged in (loops.encode(), b'{{' + b'(' * 9999, b'\xff'):
+  for damaged in (b'[1]', b'[' * 9999, b'\xff'):
+    fields.write_bytes(damaged)
+    assert chat.read_template(tmp_path / 'tokenizer.json') is None
+  loops = '{% for x in y %}' * 30 + '{% endfor %}' * 30
+  unknown = b'{% generation %}'
+  for damaged in (loops.encode(), b'{{' + b'(' * 9999, b'\xff', unknown):
     (tmp_path / 'chat_template.jinja').write_bytes(damaged)
     assert chat.read_template(tmp_path) is None
-
-
-@pytest.mark.parametrize('template', [None, '{% generation %}'])
-def test_no_template_no_chat(template, tmp_path):
-  if template is not None:
-    (tmp_path / 'chat_template.jinja').write_text(template)
-  (tmp_path / 'tokenizer_config.json').write_text('[]')
-  # The path of a tokenizer may be that of its file.
-  assert chat.read_template(tmp_path / 'tokenizer.json') is None
 
 
 def test_nobody_waits_for_an_engine_that_has_failed(run, monkeypatch):

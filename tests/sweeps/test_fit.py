@@ -129,9 +129,6 @@ def test_published_minima(tmp_path, command):
   assert (together['group'], together['budgets']) == ('mod', 3)
   each = [row['compute_multiplier']['value'] for row in rows.values()]
   assert min(each) < together['compute_multiplier']['value'] < max(each)
-  assert 'mod, 3 budgets together, parabola, compute x' in out
-  assert 'mod at 1e+20, parabola: parameters x' in out
-  assert 'and 1 that diverged' in out
   assert 'mod at 1e+20, threshold: loss +0.0020' in out
   with (tmp_path / 'isoflop.csv').open() as file:
     lines = list(csv.DictReader(file))
@@ -196,10 +193,7 @@ def test_pooled_where_some_draws_have_no_minimum():
 
 def test_noise_of_one_budget_is_not_that_of_another(tmp_path):
   rng = np.random.default_rng(0)
-  runs = [
-    *published(rng),
-    *published(rng),
-  ]
+  runs = [*published(rng), *published(rng)]
   noisy = [
     (entry, loss + 0.02 * rng.normal() * (entry.budget == 1e20))
     for entry, loss in runs
@@ -218,14 +212,7 @@ def test_noise_of_one_budget_is_not_that_of_another(tmp_path):
   assert found['uneven'][1e20] > 3 * found['even'][1e20]
 
 
-def test_an_unfinished_sweep(tmp_path):
-  runs = published(np.random.default_rng(0))
-  write(tmp_path, runs)
-  run.result_path(tmp_path, runs[3][0]).unlink()
-  assert f'{len(runs) - 1} of {len(runs)} runs are over' in fit.write(tmp_path)
-
-
-def test_refusals_are_told(tmp_path):
+def test_refusals_and_unfinished_runs_are_told(tmp_path):
   """One budget falls to its end, so nothing is compared there."""
   runs = published(np.random.default_rng(0))
   falling = [
@@ -235,8 +222,9 @@ def test_refusals_are_told(tmp_path):
     for entry, loss in runs
   ]
   write(tmp_path, falling)
+  run.result_path(tmp_path, runs[-1][0]).unlink()
   text = fit.write(tmp_path)
-  assert 'dense at 6e+18 FLOPs, 7 runs' in text
+  assert f'{len(runs) - 1} of {len(runs)} runs are over' in text
   assert 'no minimum: the minimum lies above the largest size' in text
   told = json.loads((tmp_path / 'fit.json').read_text())
   assert 'refused' in told['curves'][0]['parabola']
@@ -265,7 +253,6 @@ def test_variants(tmp_path):
   write(tmp_path, runs)
   text = fit.write(tmp_path)
   assert 'mod at 3e+20 FLOPs, 0 runs and 1 that diverged' in text
-  assert 'no minimum: no run has a loss' in text
   assert 'raw at 6e+18, parabola: parameters' in text
   assert 'removed at 6e+18, parabola' not in text
   assert 'its runs do not spend the budget' in text
@@ -274,7 +261,6 @@ def test_variants(tmp_path):
   gain = row['loss_difference']
   assert gain['value'] == pytest.approx(-0.084)
   assert gain['low'] < -0.085 < -0.083 < gain['high'] < -0.07
-  assert 'raw against removed at 6e+18, the same steps, 5 pairs' in text
   assert (tmp_path / 'variants.png').stat().st_size > 10_000
   fitted, _ = fit.fit(fit.curves(run.results(tmp_path)))
   pictures = fit._pictures(fitted)
