@@ -94,8 +94,6 @@ def main(_):
   match flags.FLAGS.then:
     case 'refuse':
       raise UserError('two\n  lines')
-    case 'crash':
-      raise ValueError('a bug')
     case 'missing':
       raise FileNotFoundError(2, 'No such file', 'a/file')
     case 'full':
@@ -125,31 +123,18 @@ GIVEN = ('--config=mine.py', '--workdir=w')
   ('args', 'sentence'),
   {
     (*GIVEN, '--config.model.num_layer=4'): "Did you mean 'model.num_layers'?",
-    (*GIVEN, '--config.model.num_layers=abc'): (
-      '--config.model.num_layers=abc: expected an integer'
-    ),
     (*GIVEN, '--wrkdir=x'): "Unknown command line flag 'wrkdir'. Did you mean",
     (*GIVEN, 'config.seed=3'): "unexpected argument 'config.seed=3'",
     ('--config=mine.py',): '--workdir is missing',
-    ('--config=mine.py', '--workdir'): (
-      '--workdir is given without a value: write --workdir=VALUE;'
-    ),
+    ('--config=mine.py', '--workdir'): '--workdir is given without a value',
     ('--workdir=w',): '--config is missing',
-    ('--workdir=w', '--config=mime.py'): (
-      "there is no file 'mime.py'. Did you mean 'mine.py'?"
-    ),
-    ('--workdir=w', '--config=configs/lm/nod.py'): (
-      "Did you mean 'configs/lm/mod.py'?"
-    ),
+    ('--workdir=w', '--config=mime.py'): "Did you mean 'mine.py'?",
+    ('--workdir=w', '--config=configs/lm/nod.py'): "'configs/lm/mod.py'?",
     ('--workdir=w', '--config=other:tiny'): 'mod_jax comes with configs/',
     ('--workdir=w', '--config=mine.py:tinny'): "Did you mean 'tiny'?",
     ('--workdir=w', '--config=mine.py:refused'): 'capacity=2',
-    ('--workdir=w', '--config=mine.py:nothing'): (
-      'get_config returned a NoneType, expected ExperimentConfig'
-    ),
-    ('--workdir=w', '--config=mine.py:mine'): (
-      'Mine is defined in a config file'
-    ),
+    ('--workdir=w', '--config=mine.py:nothing'): 'returned a NoneType, exp',
+    ('--workdir=w', '--config=mine.py:mine'): 'Mine is defined in a config',
     ('--workdir=w', '--config=config.json'): 'config.json is no config file',
     ('--workdir=w', '--config=bare.py'): 'the file has no function get_config',
     ('--workdir=w', '--config=plain.py:tiny'): 'get_config() takes no variant',
@@ -170,7 +155,6 @@ def test_bad_input_is_told_in_one_line(args, sentence):
 @pytest.mark.parametrize(
   ('args', 'kind'),
   {
-    (*GIVEN, '--then=crash'): ValueError,
     (*GIVEN, '--then=missing'): FileNotFoundError,
     ('--workdir=w', '--config=mine.py:key_error'): KeyError,
     ('--workdir=w', '--config=broken.py'): SyntaxError,
@@ -243,10 +227,6 @@ def test_interrupt_is_one_line_and_130():
   process.send_signal(signal.SIGINT)
   _, err = process.communicate(timeout=60)
   assert (process.returncode, err) == (130, 'interrupted\n')
-
-
-def test_a_stream_that_never_was():
-  assert cli._Unbroken(None).write('text') == 4
 
 
 def test_a_host_without_a_number(monkeypatch):

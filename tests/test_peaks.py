@@ -12,12 +12,9 @@ from mod_jax import peaks
   [
     ('TPU v5 lite', 197),
     ('TPU v5', 459),
-    ('NVIDIA A100-SXM4-80GB', 312),
     ('NVIDIA H100 80GB HBM3', 989),
     ('NVIDIA H100 PCIe', 756),
-    ('NVIDIA H200', 989),
     ('NVIDIA H100 NVL', None),
-    ('NVIDIA L40S', None),
     ('cpu', None),
   ],
 )

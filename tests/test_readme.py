@@ -78,30 +78,21 @@ def desk(tmp_path_factory):
   shutil.copytree(ROOT / 'tests/golden/lm_eval/model', folder / 'smollm2')
   template = '{% for m in messages %}{{ m.content }} {% endfor %}'
   (folder / 'smollm2' / 'chat_template.jinja').write_text(template)
-  model = dataclasses.replace(
-    tiny.VIT,
-    image_size=16,
-    patch_size=8,
-    num_classes=2,
-    routing=VisionRoutingConfig(),
-  )
+  sizes = {'image_size': 16, 'patch_size': 8, 'num_classes': 2}
+  model = dataclasses.replace(tiny.VIT, routing=VisionRoutingConfig(), **sizes)
+  reads = {'crop_fraction': 1.0, 'mean': (0.5,) * 3, 'std': (0.5,) * 3}
   classifier = mod_jax.Run(
     config=model,
     variables=tiny.variables(model),
-    preprocess=Preprocess(
-      image_size=16, crop_fraction=1.0, mean=(0.5,) * 3, std=(0.5,) * 3
-    ),
+    preprocess=Preprocess(image_size=16, **reads),
     classes=('cat', 'dog'),
   )
   mod_jax.export(classifier, folder / 'runs/amod')
-  mod_jax.export(
-    classifier, folder / 'vit-base-patch16-224', 'huggingface', dense=True
-  )
+  base = 'vit-base-patch16-224'
+  mod_jax.export(classifier, folder / base, 'huggingface', dense=True)
   adapted = model.dense_twin().with_parts(lora=LoRAConfig(rank=2))
   adapters = mod_jax.Run(
-    config=adapted,
-    variables=tiny.variables(adapted),
-    base='vit-base-patch16-224',
+    config=adapted, variables=tiny.variables(adapted), base=base
   )
   mod_jax.export(adapters, folder / 'adapters', 'peft')
   experiment = config_lib.load(ROOT / 'configs/lm/mod.py').get_config('tiny')
@@ -306,24 +297,13 @@ def test_links(page):
 
 def test_extension_points_are_shown_as_they_are_tested():
   """In the Markdown itself, which other viewers than Sphinx show, too."""
-  shown, tested = (
-    {
-      node.name: ast.unparse(node)
-      for node in ast.parse(code).body
-      if isinstance(node, ast.ClassDef)
-    }
-    for code in (
-      '\n'.join(blocks('docs/extend.md', 'python')),
-      (ROOT / 'tests/extension/family.py').read_text(),
-    )
-  )
-  shown = {name: code for name, code in shown.items() if name in tested}
-  assert {'ExpertThreshold', 'Above', 'Squared', 'SeriesTask'} <= set(shown)
-  assert shown == {name: tested[name] for name in shown}
 
+  def classes(code):
+    nodes = [x for x in ast.parse(code).body if isinstance(x, ast.ClassDef)]
+    return {node.name: ast.unparse(node) for node in nodes}
 
-def test_the_readme_is_a_map():
-  """Of every page but those of the API."""
-  named = set(re.findall(r'\]\((docs/[\w/]+\.md)', TEXTS['README.md']))
-  there = {p for p in TEXTS if p.startswith('docs/') and '/api/' not in p}
-  assert there - {'docs/index.md'} <= named
+  shown = classes('\n'.join(blocks('docs/extend.md', 'python')))
+  tested = classes((ROOT / 'tests/extension/family.py').read_text())
+  both = shown.keys() & tested.keys()
+  assert {'ExpertThreshold', 'Above', 'Squared', 'SeriesTask'} <= both
+  assert all(shown[name] == tested[name] for name in both)

@@ -1,7 +1,6 @@
 """train.py and eval.py: what they print, and how they take bad input."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -17,16 +16,10 @@ pytestmark = pytest.mark.slow
 
 CONFIG = f'--config={ROOT}/configs/lm/mod.py:tiny'
 # On top of `tiny`: what a test can afford.
-SMALL = {
-  'model.num_layers': 1,
-  'model.width': 16,
-  'model.num_heads': 2,
+SMALL = tiny.SMALL | {
   'model.mlp_dim': 16,
-  'model.routing.period': 1,
-  'model.routing.offset': 0,
   'model.routing.predictor_width': 0,
   'model.routing.threshold_decay': 0.0,
-  'data.length': 16,
   'train.num_steps': 4,
   'evaluation.every': 0,
   'evaluation.batches': 1,
@@ -52,33 +45,21 @@ class TestTrain:
     workdir, ended = trained
     assert re.search(r'^mod_tiny starts: [\d,]+ parameters', ended.err)
     assert 'step 4/4' in ended.err
-    assert 'error' not in ended.err
     assert 'held-out, at step 4' in ended.out
     assert re.search(r'^router +\d+\.\d+', ended.out, re.MULTILINE)
-    assert 'sample, also in' in ended.out
     for name in ('routing', 'router_weights', 'curves'):
       assert f'picture: {workdir}/pictures/{name}.png' in ended.out
       assert (workdir / 'pictures' / f'{name}.png').exists()
     *lines, last = metrics_lib.read(workdir)
     assert len(lines) == 4
-    assert all(
-      {'router/bce', 'router/accuracy'} < line.keys() for line in lines
-    )
     assert {'top_k/loss', 'router/loss'} < last.keys()
 
-  @pytest.mark.parametrize(
-    ('script', 'words'),
-    [
-      ('train.py', ('--config.FIELD=VALUE', '--describe', '--compile_for:')),
-      ('eval.py', ('--study=list', '--export_format:', '--predict:')),
-    ],
-  )
-  def test_help(self, script, words):
+  @pytest.mark.parametrize('script', ['train.py', 'eval.py'])
+  def test_help(self, script):
     ended = run(script, '--help')
     assert (ended.status, ended.err) == (1, '')
     assert ended.out.count(f'\n  python {script} --') >= 2
-    for word in (*words, '--distributed', '--[no]distributed:', '--workdir:'):
-      assert word in ended.out, word
+    assert '--[no]distributed:' in ended.out
 
   @pytest.mark.parametrize(
     ('config', 'unit'),
@@ -98,10 +79,8 @@ class TestTrain:
   def test_describe(self):
     ended = run('train.py', CONFIG, '--config.seed=3', '--describe')
     assert (ended.status, ended.err) == (0, '')
-    assert ended.out.startswith('A small Mixture-of-Depths language model')
     assert re.search('^variants: raw, .*, tiny$', ended.out, re.MULTILINE)
     assert '\n--config.seed=3\n    Seeds the initial parameters' in ended.out
-    assert '\n--config.model.routing.capacity=0.125\n' in ended.out
 
   @pytest.mark.usefixtures('one_device')
   def test_sweep(self, tmp_path):
@@ -112,12 +91,7 @@ class TestTrain:
     )
     assert ended.status == 0, ended.err
     table = ended.out.splitlines()[-3:]
-    assert table[0].split() == [
-      'optimizer.learning_rate',
-      'top_k/loss',
-      'router/loss',
-      'never/loss',
-    ]
+    assert table[0].startswith('optimizer.learning_rate  top_k/loss')
     assert re.match(r'0\.001( +\d\.\d{4}){3}$', table[1])
     assert re.match(r'1e\+38( +diverged){3}$', table[2])
     assert len(json.loads((tmp_path / 'sweep.json').read_text())['points']) == 2
@@ -168,7 +142,6 @@ class TestEval:
     ('args', 'pattern'),
     [
       (['--step=3'], r'no checkpoint at step 3 .*\[2, 4\]'),
-      (['--step=new'], '--step=new: expected a number of steps, or best'),
       (['--step=best'], 'names no best checkpoint'),
       (
         ['--sample=0123456789', '--max_new_tokens=5', '--max_length=14'],
@@ -190,24 +163,14 @@ class TestEval:
     assert tiny.snapshot(workdir) == before
 
 
-@pytest.mark.parametrize(
-  ('args', 'sentence'),
-  [
-    (('train.py', CONFIG, '--config.mesh.data=2'), 'not fit 1 device'),
-    (('eval.py',), 'holds no run'),
-  ],
-  ids=['train', 'eval'],
-)
-def test_in_a_process_of_its_own(tmp_path, args, sentence):
+def test_in_a_process_of_its_own(tmp_path):
   done = subprocess.run(
-    [sys.executable, ROOT / args[0], *args[1:], f'--workdir={tmp_path}/new'],
+    [sys.executable, ROOT / 'eval.py', f'--workdir={tmp_path}/new'],
     capture_output=True,
     text=True,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '1'},
-    timeout=300,
   )
   assert (done.returncode, done.stdout) == (2, '')
   assert done.stderr.startswith('error: ')
   assert done.stderr.count('\n') == 1
-  assert sentence in done.stderr
+  assert 'holds no run' in done.stderr
   assert list(tmp_path.iterdir()) == []

@@ -30,68 +30,62 @@ def small(prefix='model'):
 
 
 @pytest.fixture(scope='module')
-def train(on_one_device):
-  """A function (config, workdir, changes) that runs train.py."""
+def train(on_one_device, tmp_path_factory):
+  """A function (variant, changes) that runs train.py, and where it did."""
 
-  def train(config, workdir, changes):
-    arguments = overrides(changes)
+  def train(variant, changes):
+    workdir = tmp_path_factory.mktemp('runs') / 'run'
+    arguments = f'--workdir={workdir}', *overrides(changes)
     with on_one_device():
-      ended = run('train.py', config, f'--workdir={workdir}', *arguments)
+      ended = run('train.py', f'{DIGITS}:{variant}', *arguments)
     assert ended.status == 0, ended.err
-    return workdir, ended
+    return workdir
 
   return train
 
 
 @pytest.fixture(scope='module')
-def dense(train, tmp_path_factory):
-  """A dense run's directory and what the script said."""
-  workdir = tmp_path_factory.mktemp('runs') / 'dense'
-  return train(f'{DIGITS}:tiny', workdir, small())
+def dense(train):
+  return train('tiny', small())
 
 
 @pytest.fixture(scope='module')
-def pruned(train, dense, tmp_path_factory):
+def pruned(train, dense):
   """A DynamicViT beside that run."""
-  workdir = tmp_path_factory.mktemp('runs') / 'pruned'
   changes = small('model.backbone') | {
-    'init': dense[0],
+    'init': dense,
     'model.stages': '(1,)',
     'objective.token_distillation': 0.5,
     'objective.logit_distillation': 0.5,
   }
-  return train(f'{DIGITS}:dynamic_tiny', workdir, changes)
+  return train('dynamic_tiny', changes)
 
 
 @pytest.mark.slow
 def test_eval_and_study(pruned, monkeypatch):
   monkeypatch.setattr(image_studies, '_BATCHES', (1,))
   monkeypatch.setattr(image_studies, '_ROUNDS', 2)
-  workdir, _ = pruned
   ended = run(
     # On all eight devices, over which its few images do not divide.
-    *('eval.py', f'--workdir={workdir}', '--batches=1', '--study=throughput'),
+    *('eval.py', f'--workdir={pruned}', '--batches=1', '--study=throughput'),
   )
   assert ended.status == 0, ended.err
   assert 'keep_probability.png' in ended.out
   assert 'throughput, at step 3' in ended.out
-  told = json.loads((workdir / 'study_throughput.json').read_text())
+  told = json.loads((pruned / 'study_throughput.json').read_text())
   assert told['batches']['1']['ratio'] > 0
-  for args, pattern in (
-    (['--study=importance'], "'importance'.*throughput"),
-    (['--sample=def'], 'this run is no language model'),
-  ):
-    ended = run('eval.py', f'--workdir={workdir}', *args)
-    assert_refused(ended, pattern)
+  ended = run('eval.py', f'--workdir={pruned}', '--study=list')
+  assert ended.out == '--study=confusion\n--study=throughput\n'
+  ended = run('eval.py', f'--workdir={pruned}', '--sample=def')
+  assert_refused(ended, 'this run is no language model')
 
 
 @pytest.mark.slow
 def test_predict(pruned, tmp_path):
   """On all eight devices, over which one picture does not divide."""
-  workdir, _ = pruned
   for name in 'ab':
     Image.new('RGB', (9, 12), 'grey').save(tmp_path / f'{name}.png')
-  predict = ('eval.py', f'--workdir={workdir}', '--noevaluate')
+  predict = ('eval.py', f'--workdir={pruned}', '--noevaluate')
   ended = run(*predict, f'--predict={tmp_path}/*.png')
   assert (ended.status, ended.err) == (0, '')
   lines = ended.out.splitlines()
@@ -103,16 +97,13 @@ def test_predict(pruned, tmp_path):
   assert set(classes) < set('0123456789')
   ended = run(*predict, f'--predict={tmp_path}/c.png')
   assert_refused(ended, 'c.png: there is no such file')
-  both = f'--predict={tmp_path}/{{a,b}}.png,{tmp_path}/a.png'
-  lines_again = run(*predict, both, '--step=3').out.splitlines()
-  assert lines_again == [*lines, lines[0]]
   named = tmp_path / 'sub' / 'a[1].png'
   named.parent.mkdir()
   shutil.copy(tmp_path / 'a.png', named)
-  (line,) = run(*predict, f'--predict={named}').out.splitlines()
+  both = f'--predict={tmp_path}/{{a,b}}.png,{named}'
+  *again, line = run(*predict, both, '--step=3').out.splitlines()
+  assert again == lines
   assert line.split()[1:] == lines[0].split()[1:]
-  ended = run(*predict, f'--predict={tmp_path}/a.png', '--step=1')
-  assert_refused(ended, r'no checkpoint at step 1 .*\[3\]')
   # One that cannot be read keeps nobody from the answers to the others.
   whole = (tmp_path / 'b.png').read_bytes()
   (tmp_path / 'b.png').write_bytes(whole[: len(whole) // 2])
@@ -124,7 +115,6 @@ def test_predict(pruned, tmp_path):
     good, bad = ended.out.splitlines()
     assert good == lines[0]
     assert re.search(r'b\.png  image .* cannot be decoded \(', bad)
-    assert 'unreadable=' not in bad
   good, bad = json.loads((tmp_path / 'out.json').read_text())
   assert good['file'] == f'{tmp_path}/a.png'
   assert bad == {'file': f'{tmp_path}/b.png', 'error': bad['error']}
@@ -132,20 +122,16 @@ def test_predict(pruned, tmp_path):
     table = list(csv.DictReader(file))
   assert [row['file'] for row in table] == [good['file'], bad['file']]
   assert table[1]['error'] == bad['error']
-  best, share = next(iter(good['probabilities'].items()))
-  assert (table[0]['class_1'], float(table[0]['probability_1'])) == (
-    best,
-    share,
-  )
+  first = table[0]['class_1'], float(table[0]['probability_1'])
+  assert first == next(iter(good['probabilities'].items()))
   ended = run(*predict, '--predictions=out.txt')
   assert_refused(ended, 'expected a .csv or .json file')
 
 
 @pytest.mark.slow
 def test_export(dense, pruned, tmp_path):
-  workdir, _ = dense
   Image.new('RGB', (9, 12), 'grey').save(tmp_path / 'a.png')
-  export = ('eval.py', f'--workdir={workdir}', '--noevaluate')
+  export = ('eval.py', f'--workdir={dense}', '--noevaluate')
   out = tmp_path / 'out'
   ended = run(
     *(*export, '--step=3', f'--predict={tmp_path}/a.png', f'--export={out}'),
@@ -158,10 +144,8 @@ def test_export(dense, pruned, tmp_path):
   (classes,) = mod_jax.load(out).predict([tmp_path / 'a.png'])
   shown = ', '.join(f'{name} {p:.1%}' for name, p in classes.items())
   assert predicted == [f'{tmp_path}/a.png  {shown}']
-  ended = run(*export, f'--export={out}', '--export_format=onnx')
-  assert_refused(ended, 'export_format=onnx: .*safetensors')
   # Of what the format cannot say, the dense model is left if that is asked for.
-  export = ('eval.py', f'--workdir={pruned[0]}', '--noevaluate')
+  export = ('eval.py', f'--workdir={pruned}', '--noevaluate')
   export += (f'--export={tmp_path}/pruned', '--export_format=timm')
   ended = run(*export)
   assert_refused(
@@ -170,13 +154,3 @@ def test_export(dense, pruned, tmp_path):
   assert not (tmp_path / 'pruned').exists()
   assert run(*export, '--export_dense').status == 0
   assert (tmp_path / 'pruned' / 'model.safetensors').is_file()
-
-
-@pytest.mark.slow
-def test_studies_are_listed(pruned):
-  workdir, _ = pruned
-  ended = run('eval.py', f'--workdir={workdir}', '--study=list')
-  assert (ended.status, ended.err) == (0, '')
-  assert ended.out == '--study=confusion\n--study=throughput\n'
-  ended = run('eval.py', f'--workdir={workdir}', '--study')
-  assert_refused(ended, '--study is given without a value: .*--help')

@@ -31,15 +31,10 @@ MODEL = LMConfig(
 def test_entropy_by_blocks(tmp_path, monkeypatch):
   rng = np.random.default_rng(0)
   for i in range(12):
-    (tmp_path / f'{i}.txt').write_bytes(
-      bytes(rng.choice(list(b'abc \n'), 99).tolist())
-    )
-  data = TextDataConfig(
-    source='files',
-    files=f'{tmp_path}/*.txt',
-    length=16,
-    eval_fraction=0.5,
-  )
+    text = ''.join(rng.choice(list('abc \n'), 99))
+    (tmp_path / f'{i}.txt').write_text(text)
+  files = {'source': 'files', 'files': f'{tmp_path}/*.txt'}
+  data = TextDataConfig(length=16, eval_fraction=0.5, **files)
   sizes = {'evaluation.batch_size': 4, 'evaluation.final_batches': 64}
   config = tiny.experiment(MODEL, data, **sizes)
   task = make_task(config)
@@ -73,10 +68,6 @@ def test_entropy_by_blocks(tmp_path, monkeypatch):
       mine.mean(), rel=1e-5
     )
   assert set(found['pieces']) <= set('abc␣↵')
-  assert list(found['pieces'].values()) == sorted(
-    found['pieces'].values(), reverse=True
-  )
-  assert 'Spearman' in study.text
   study.figures['entropy'].canvas.draw()
   _check_ranks(task, params)
   _check_influence(task, params)
@@ -117,7 +108,6 @@ def _check_copying(task, params, monkeypatch):
   study = task.studies()['copying'](params, {}, None)
   assert study.metrics['first'] == pytest.approx(np.log(256))
   assert study.metrics['second'] < 1e-6
-  assert 'the first time 5.545, the second 0.000' in study.text
 
 
 def _check_ranks(task, params):
@@ -136,8 +126,6 @@ def _check_ranks(task, params):
   assert sharp < 15
   # As many as are routed.
   assert study.metrics['suggested'] == [1, 2]
-  assert 'model.routing.layers=(1, 2)' in study.text
-  study.figures['arank'].canvas.draw()
   # All tokens enter the attention of blocks whose feed-forward is routed.
   config = config_lib.replace(task.config, {'model.routing.part': 'mlp'})
   other = config.model.build().init(jax.random.key(0), config.model.example())
@@ -216,11 +204,3 @@ def test_the_interval_knows_that_a_rows_tokens_are_not_independent():
   assert language.correlation(x_RL, y_RL, valid_RL) == pytest.approx(want)
   constant = language.correlation(0 * x_RL, y_RL, valid_RL)
   assert np.isnan(constant).all()
-
-
-def test_a_study_looks_at_as_many_rows_as_an_evaluation():
-  config = tiny.experiment(
-    MODEL, TextDataConfig(length=16), **{'evaluation.batch_size': 12}
-  )
-  batches = list(language._few_rows(make_task(config), 2))
-  assert [len(x['tokens']) for x in batches] == [6] * 4

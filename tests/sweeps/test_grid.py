@@ -27,23 +27,17 @@ class TestPoints:
     assert axes == {'optimizer.learning_rate': (1e-5, 3e-4), 'seed': (0, 1)}
     points = grid.points(CONFIG, axes)
     assert [name for name, _ in points] == [
-      'optimizer.learning_rate=1e-05,seed=0',
-      'optimizer.learning_rate=1e-05,seed=1',
-      'optimizer.learning_rate=0.0003,seed=0',
-      'optimizer.learning_rate=0.0003,seed=1',
+      f'optimizer.learning_rate={rate},seed={seed}'
+      for rate in ('1e-05', '0.0003')
+      for seed in (0, 1)
     ]
-    for name, config in points:
-      assert config.name == f'lm {name}'
-    config = points[2][1]
-    assert (config.optimizer.learning_rate, config.seed) == (3e-4, 0)
-    assert config == config_lib.replace(
-      CONFIG,
-      {
-        'name': config.name,
-        'optimizer.learning_rate': 3e-4,
-        'seed': 0,
-      },
-    )
+    name, config = points[3]
+    changes = {'optimizer.learning_rate': 3e-4, 'seed': 1, 'name': f'lm {name}'}
+    assert config == config_lib.replace(CONFIG, changes)
+    # Names are directories of one level.
+    ((name, config),) = grid.points(CONFIG, {'init': ['../runs/a']})
+    assert '/' not in name
+    assert config.init == '../runs/a'
 
   @pytest.mark.parametrize(
     ('text', 'values'),
@@ -67,25 +61,15 @@ class TestPoints:
     ((_, config),) = grid.points(CONFIG, axes)
     assert (config.model.width, config.model.num_heads) == (56, 7)
 
-  def test_names_are_directories_of_one_level(self):
-    ((name, config),) = grid.points(CONFIG, {'init': ['../runs/a']})
-    assert '/' not in name
-    assert config.init == '../runs/a'
-
   @pytest.mark.parametrize(
     ('texts', 'message'),
     [
       (['optimizer.learning_rat=1'], "'optimizer.learning_rate'"),
       (['seed'], 'expected a field and its values'),
       (['seed=,'], 'seed has no values'),
-      (['seed=one'], "seed='one': expected an integer"),
       (['train.num_steps=10,0'], 'the point train.num_steps=0 .* from 1'),
       (['seed=1,1'], 'two points of the sweep would lie in seed=1:'),
       (['seed=0', 'seed=1'], 'seed is given twice'),
-      (
-        ['model.routing=None', 'model.routing.capacity=0.5'],
-        "model.routing is None and has no 'capac",
-      ),
     ],
   )
   def test_refused(self, texts, message):
@@ -100,25 +84,20 @@ def test_a_line_joins_the_points_that_differ_in_the_last_field(monkeypatch):
   )
   assert grid.picture([]) is None
 
-  def point(learners, budget, main):
-    values = {
-      'model.adaptive.num_learners': learners,
-      'objective.budget': budget,
-    }
+  def point(learners, **main):
+    values = {'model.num_learners': learners, 'objective.budget': 0.5}
     return grid.Point(name='', values=values, metrics={}, main=main)
 
   grid.picture(
     [
-      point(2, 0.5, {'accuracy': 0.9, 'gmacs': 3.0}),
-      point(2, 0.7, {'accuracy': 0.95}),
-      point(4, 0.5, {'accuracy': 0.8, 'gmacs': 2.0}),
+      point(2, accuracy=0.9, gmacs=3.0),
+      point(2, accuracy=0.95),
+      point(4, accuracy=0.8, gmacs=2.0),
     ]
   )
-  assert drawn == [
-    {'name': 'budget=0.5', 'group': 'num_learners=2', 'flops': 3.0}
-    | {'accuracy': 0.9},
-    {'name': 'budget=0.5', 'group': 'num_learners=4', 'flops': 2.0}
-    | {'accuracy': 0.8},
+  assert [tuple(x.values()) for x in drawn] == [
+    ('budget=0.5', 'num_learners=2', 3.0, 0.9),
+    ('budget=0.5', 'num_learners=4', 2.0, 0.8),
   ]
 
 
@@ -126,21 +105,14 @@ class TestRun:
   def test_runs_all_and_then_only_what_is_new(self, trained, tmp_path):
     points = grid.run(CONFIG, {'seed': (1, 2)}, tmp_path)
     assert trained == [1, 2]
-    assert [p.main for p in points] == [
-      {'top_k/loss': 0.1},
-      {'top_k/loss': 0.2},
-    ]
+    assert [p.main['top_k/loss'] for p in points] == [0.1, 0.2]
     assert (tmp_path / 'seed=1' / 'config.json').is_file()
     again = grid.run(CONFIG, {'seed': (1, 2, 3)}, tmp_path)
     assert trained == [1, 2, 3]
     assert again[:2] == points
     told = json.loads((tmp_path / 'sweep.json').read_text())
     assert told['axes'] == {'seed': [1, 2, 3]}
-    assert [p['values'] for p in told['points']] == [
-      {'seed': 1},
-      {'seed': 2},
-      {'seed': 3},
-    ]
+    assert [p['values']['seed'] for p in told['points']] == [1, 2, 3]
     assert told['points'][2]['metrics']['top_k/routed'] == 0.5
 
   def test_another_evaluation_is_not_skipped(self, trained, tmp_path):
@@ -181,7 +153,6 @@ class TestRun:
       '5         0.5000',
       '6         0.6000',
     ]
-    assert 'diverged' in grid.table(points[:1])
     assert 'no point' in grid.table([])
     # What has a result is not trained again, a divergence least of all.
     assert grid.run(CONFIG, {'seed': (13, 5)}, tmp_path) == points[:2]

@@ -27,17 +27,13 @@ BASE = tiny.experiment(
 
 
 def entries(*seeds, base=BASE):
-  return [
-    Entry(
-      id=f'run_{seed}',
-      group='mod',
-      budget=1e9,
-      seed=seed,
-      config=config_lib.replace(base, {'name': f'run_{seed}', 'seed': seed}),
-      facts={},
-    )
-    for seed in seeds
-  ]
+  def entry(seed):
+    name = f'run_{seed}'
+    config = config_lib.replace(base, {'name': name, 'seed': seed})
+    told = {'group': 'mod', 'budget': 1e9, 'facts': {}}
+    return Entry(id=name, seed=seed, config=config, **told)
+
+  return [entry(seed) for seed in seeds]
 
 
 def files(workdir):
@@ -60,14 +56,10 @@ def test_trains_what_has_no_result(trained, tmp_path, capsys):
   assert [entry for entry, _ in found] == runs
   assert [result['loss'] for _, result in found] == [0.1, None, 0.2]
   data = make_task(runs[0].config).modality.data_fingerprint()
-  assert found[0][1] == {
-    'id': 'run_1',
-    'manifest': digest,
-    'data': fingerprint.digest(data),
-    'diverged': '',
-    'loss': 0.1,
-    'metrics': {'top_k/loss': 0.1, 'top_k/routed': 0.5},
-  }
+  told = found[0][1]
+  assert (told['manifest'], told['diverged']) == (digest, '')
+  assert told['data'] == fingerprint.digest(data)
+  assert told['metrics'] == {'top_k/loss': 0.1, 'top_k/routed': 0.5}
   assert found[1][1]['diverged'] == 'loss is nan at step 3'
   assert 'run_13: diverged: loss is nan' in capsys.readouterr().out
 
@@ -84,28 +76,19 @@ def test_runs_on_other_data_are_told(trained, tmp_path, caplog):
   assert 'saw 2 different sets of data' in caplog.text
 
 
-def test_a_finished_run_without_a_result_gets_one(trained, tmp_path):
-  runs = entries(1)
-  manifest.write(tmp_path, runs)
-  run.run(tmp_path)
-  before = files(tmp_path)
-  run.result_path(tmp_path, runs[0]).unlink()
-  run.run(tmp_path)
-  assert trained == [1]
-  assert files(tmp_path) == before
-
-
-def test_a_damaged_result_is_none(trained, tmp_path, caplog):
+def test_a_damaged_or_lost_result_is_none(trained, tmp_path, caplog):
   runs = entries(1, 2)
   manifest.write(tmp_path, runs)
   run.run(tmp_path)
   before = files(tmp_path)
-  for text in ('', '{"id": 1}', '[]'):
-    run.result_path(tmp_path, runs[0]).write_text(text)
+  path = run.result_path(tmp_path, runs[0])
+  for text in ('', '{"id": 1}', '[]', None):
+    path.unlink() if text is None else path.write_text(text)
     assert [entry.id for entry, _ in run.results(tmp_path)] == ['run_2']
     assert 'run_1.json is damaged' in caplog.text
     assert run.run(tmp_path) == []
     assert files(tmp_path) == before
+  assert trained == [1, 2]
 
 
 def test_who_lost_a_run_goes_on_with_the_next(
