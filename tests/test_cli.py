@@ -6,7 +6,6 @@ import platform
 import signal
 import subprocess
 import sys
-import textwrap
 import types
 
 from absl import flags
@@ -43,11 +42,8 @@ def get_config(variant=''):
     MoDConfig(capacity=2)
   base = ExperimentConfig(model=LMConfig())
   mine = LMConfig(feed_forward=Mine(width=192, hidden=8))
-  variants = {
-    '': base,
-    'tiny': dataclasses.replace(base, seed=1),
-    'mine': dataclasses.replace(base, model=mine),
-  }
+  variants = {'': base, 'tiny': dataclasses.replace(base, seed=1)}
+  variants['mine'] = dataclasses.replace(base, model=mine)
   return config.choose(variant, variants)
 """
 SLEEPS = """
@@ -74,6 +70,31 @@ def main(_):
   pathlib.Path('written').touch()
 
 cli.run(main)
+"""
+
+
+ALLOCATES = """
+import resource, threading
+from absl import flags
+import jax
+from mod_jax import cli
+
+if started:
+  flags.FLAGS(['script'])
+  cli.start_backend()
+jax.devices()  # Starts JAX's threads.
+
+def allocate():
+  bytearray(2**26)  # Freed at once.
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  bytearray(2**26)
+  after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  print(after - before)
+
+# XLA's results are not all from the main thread either.
+thread = threading.Thread(target=allocate)
+thread.start()
+thread.join()
 """
 
 
@@ -174,12 +195,7 @@ def test_bugs_keep_their_traceback(args, kind):
     (GIVEN, {}),
     (('--config=mine.py:tiny', '--workdir=w'), {'seed': 1}),
     ((*GIVEN, '--config.seed', '3'), {'seed': 3}),
-    (('--config.seed=3', *GIVEN), {'seed': 3}),
-    ((*GIVEN, '--config.init=a/*'), {'init': 'a/*'}),
-    (
-      (*GIVEN, "--config.model.routing={'capacity': 0.5}"),
-      {'model.routing.capacity': 0.5},
-    ),
+    (('--config.init=a/*', *GIVEN), {'init': 'a/*'}),
   ],
   ids=lambda x: ' '.join(x),
 )
@@ -243,38 +259,12 @@ def test_a_host_without_a_number(monkeypatch):
 )
 @pytest.mark.parametrize('started', [False, True])
 def test_a_cpu_backend_keeps_freed_memory(started):
-  code = f"""
-    import resource
-    import threading
-
-    from absl import flags
-    import jax
-
-    from mod_jax import cli
-
-    if {started}:
-      flags.FLAGS(['script'])
-      cli.start_backend()
-    jax.devices()  # Starts JAX's threads.
-
-    def allocate():
-      bytearray(2**26)  # Freed at once.
-      before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-      bytearray(2**26)
-      after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-      print(after - before)
-
-    # XLA's results are not all from the main thread either.
-    thread = threading.Thread(target=allocate)
-    thread.start()
-    thread.join()
-  """
   out = subprocess.run(
-    [sys.executable, '-c', textwrap.dedent(code)],
+    [sys.executable, '-c', f'started = {started}\n{ALLOCATES}'],
     check=True,
     capture_output=True,
     text=True,
-    env={**os.environ, 'GLIBC_TUNABLES': '', 'JAX_PLATFORMS': 'cpu'},
+    env=os.environ | {'GLIBC_TUNABLES': ''},
   ).stdout
   # 2^26 bytes are 2^14 small pages.
   assert (int(out) < 100) == started

@@ -112,7 +112,6 @@ class TestValidate:
       ('rate', False, 'a number'),
       ('tied', 1, 'true or false'),
       ('kv_heads', '2', 'an integer or None'),
-      ('path', 3, 'a string or None'),
       ('clip', -math.inf, 'a number or None'),
       ('capacities', 'x', 'a number or a tuple of numbers'),
       ('mesh', [1, 2], 'a tuple of integers'),
@@ -120,7 +119,6 @@ class TestValidate:
       ('pair', ('a', 1, 1), 'a tuple of (a string, an integer)'),
       ('dtype', 'fp8', "one of 'float32', 'bfloat16' or None"),
       ('order', True, 'one of 1, 2'),
-      ('order', 1.0, 'one of 1, 2'),
       ('routing', 0.5, 'Routing or None'),
     ],
   )
@@ -219,9 +217,7 @@ class TestRoundTrip:
 @pytest.mark.parametrize(
   ('path', 'meant'),
   [
-    ('lr', "'optimizer.learning_rate'"),
     ('optimizer.lr', "'optimizer.learning_rate'"),
-    ('optimizer.label_smoothing', "'data.augment.label_smoothing'"),
     ('train.warmup_steps', "'optimizer.warmup_steps'"),
     ('optimizer.learning_rat', "'optimizer.learning_rate'"),
     ('batch_size', "'train.batch_size' or 'evaluation.batch_size'"),
@@ -262,10 +258,8 @@ class TestFromDict:
       ('zzz', 3, 'Its fields are steps, model.'),
       ('model.routing.gate', 'sigmoyd', "Did you mean 'sigmoid'?"),
       ('model.routing', {'capacity': 2}, 'capacity=2.0: expected a number in'),
-      ('model.width', 'abc', "='abc': expected an integer."),
       ('model.mesh', [1, 'x'], "[1]='x': expected an integer."),
       ('model.stages', [[1]], '[0]=(1,): expected a tuple of (an integer'),
-      ('model', 3, 'expected LM or ViT.'),
       ('model.type', 'Vit', "'LM', 'ViT'. Did you mean 'ViT'?"),
       ('steps', None, 'expected an integer.'),
     ],
@@ -292,7 +286,6 @@ class TestOverride:
   @pytest.mark.parametrize(
     ('path', 'text', 'value'),
     [
-      ('rate', '.5', 0.5),
       ('rate', '2', 2.0),
       ('tied', 'False', False),
       ('kv_heads', 'none', None),
@@ -354,7 +347,6 @@ class TestOverride:
     [
       ('model.mesh', '1,x', 'mesh=1,x: expected a tuple of integers.'),
       ('model.width.x', '1', 'config.model.width is 64 and has no'),
-      ('model', '{}x', '--config.model={}x: expected LM or ViT.'),
       ('model', "{'type': []}", 'config.model.type=(): expected one of'),
       ('model.routing.capacity', '2', 'model.routing: capacity=2.0: expected'),
       ('model.width', '-' * 9000, '...: expected an integer.'),

@@ -95,14 +95,13 @@ def test_training_step_of_220m_compiles_for_16_chips(
   assert compiled_step.cost_analysis()['flops'] < 0.6 * own
 
 
-def test_weights_are_gathered_once(cost):
+def test_weights_are_gathered_once_and_no_logits_of_all_tokens(
+  compiled_step, experiment, cost
+):
   # Seven kernels in each of two blocks, the embedding and the head: the
   # gradients use what the forward pass has gathered.
   gathered = [x for x in cost.collectives if x.kind == 'all-gather']
   assert len(gathered) == 2 * 7 + 2
-
-
-def test_the_logits_of_all_tokens_never_exist(compiled_step, experiment):
   tokens = experiment.train.batch_size * experiment.data.length // 16
   shapes = re.findall(r'f32\[([\d,]+),32768\]', compiled_step.as_text())
   rows = [math.prod(map(int, shape.split(','))) for shape in shapes]

@@ -1,6 +1,7 @@
 """Rivals written from public names compute what their papers say."""
 
 import dataclasses
+import functools
 
 from flax import linen as nn
 import jax
@@ -8,32 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import rival_tasks
 import rivals
+import tiny
 
 from mod_jax import flops
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.layers.mlp import MLP, MLPConfig
-from mod_jax.models.vit import ViTConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 
-BACKBONE = ViTConfig(
-  image_size=16, patch_size=4, num_classes=5, num_layers=4, width=8, num_heads=2
+BACKBONE = dataclasses.replace(
+  tiny.VIT, image_size=16, patch_size=4, num_classes=5, num_layers=4
 )
 
 
-def images(count):
-  return jax.random.normal(jax.random.key(1), (count, 16, 16, 3))
+images = functools.partial(tiny.images, size=16)
 
 
 def initialised(module, *args):
   """Returns the variables, with random values where they start at 0."""
-  variables = jax.jit(module.init)(jax.random.key(0), *args)
-  leaves, tree = jax.tree.flatten(nn.unbox(variables))
-  keys = jax.random.split(jax.random.key(2), len(leaves))
-  noisy = [
-    x + 0.3 * jax.random.normal(key, x.shape)
-    for x, key in zip(leaves, keys, strict=True)
-  ]
-  return jax.tree.unflatten(tree, noisy)
+  variables = nn.unbox(jax.jit(module.init)(jax.random.key(0), *args))
+  rng = np.random.default_rng(2)
+  return jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape), variables)
 
 
 def test_halted_tokens_may_be_masked_or_removed():
@@ -130,9 +125,7 @@ def test_all_experts_are_the_feed_forward():
     return rivals.MoEfiedMLP(one).apply(variables, x_BLD)[1]['moefied'][0].sum()
 
   assert not jax.grad(scores)(x_BLD).any()
-  # The loss is least where scores say what is active.
-  loss = rivals.router_loss(score_BLE, x_BLD, of_experts)
-  assert np.isfinite(loss)
+  assert np.isfinite(rivals.router_loss(score_BLE, x_BLD, of_experts))
   assert slot.num_params == sum(x.size for x in jax.tree.leaves(variables))
 
 

@@ -155,18 +155,6 @@ class TestOfAFile:
     assert run.classes is None
     assert run.preprocess.crop_fraction == 1  # It resizes the whole picture.
 
-  def test_what_nobody_tells_is_said(self, tmp_path, caplog):
-    file = tmp_path / 'weights.safetensors'
-    shutil.copy(GOLDEN / 'vit_timm.safetensors', file)
-    with caplog.at_level('WARNING', 'absl'):
-      run = mod_jax.load(file, num_heads=3)
-    assert 'mean=(0.485, 0.456, 0.406), std=(' in caplog.text
-    assert 'crop_fraction=0.875; if' in caplog.text
-    assert run.classes is None
-    assert set(run.predict(np.zeros((8, 8, 3), np.uint8), top=99)[0]) == {
-      *map(str, range(10))
-    }
-
 
 class TestExport:
   def test_in_our_own_format_nothing_is_lost(self, run, folder, tmp_path):

@@ -68,11 +68,6 @@ def complete(file, variant, **changes):
   file.complete(config_lib.replace(file.get_config(variant), changes))
 
 
-def start_a_language_model_from_pictures(folder):
-  mod_jax.export(vit(), folder)
-  complete(FILES, 'mod', init=str(folder))
-
-
 # What is said, but for what stands at …: the offender, and the way out.
 REFUSED = {
   # Paths.
@@ -118,9 +113,6 @@ REFUSED = {
   "dtype='int4' … bfloat16": lambda _: mod_jax.load(LM_FOLDER, dtype='int4'),
   'capacity=2': lambda _: route('amod', capacity=2.0),
   # Configs that files complete.
-  'is a vision transformer: give a lang': (
-    start_a_language_model_from_pictures
-  ),
   'nowhere … is no directory': (
     lambda path: complete(PHOTOS, 'amod', **{'data.path': f'{path}/nowhere'})
   ),

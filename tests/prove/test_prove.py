@@ -28,15 +28,8 @@ needs_libtpu = pytest.mark.skipif(
 def tiny(load_config_file):
   """As small as a model can be that is scanned, routed and rematerialised."""
   config = load_config_file('configs/lm/paper.py', 'tiny')
-  return config_lib.replace(
-    config,
-    {
-      'model.remat': 'full',
-      'model.num_layers': 4,
-      'model.width': 16,
-      'data.length': 16,
-    },
-  )
+  sizes = {'model.num_layers': 4, 'model.width': 16, 'data.length': 16}
+  return config_lib.replace(config, {'model.remat': 'full'} | sizes)
 
 
 @pytest.mark.parametrize(
@@ -135,49 +128,36 @@ class TestRefusals:
 
 
 @needs_libtpu
-def test_what_is_too_large_quickly_is_compiled_as_a_run_would(
-  tiny, monkeypatch
+@pytest.mark.parametrize('refuses', [True, False])
+def test_what_does_not_fit_is_compiled_as_a_run_would(
+  tiny, monkeypatch, refuses
 ):
+  """Whether the compiler says so or its program, compiled quickly."""
   levels = []
 
-  class Lowered:
-    def compile(self):
-      levels.append(jax.config.jax_optimization_level)
+  def compile():
+    levels.append(jax.config.jax_optimization_level)
+    if refuses:
       used = 21 - 4 * len(levels)
       raise jax.errors.JaxRuntimeError(
         f'RESOURCE_EXHAUSTED: Used {used}.50G of 15.75G hbm'
       )
+    names = ('argument', 'output', 'alias', 'temp', 'generated_code')
+    sizes = {f'{name}_size_in_bytes': 0 for name in names}
+    sizes['temp_size_in_bytes'] = (10**12, 10**9)[len(levels) - 1]
+    program = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile()
+    return types.SimpleNamespace(
+      memory_analysis=lambda: types.SimpleNamespace(**sizes),
+      as_text=program.as_text,
+    )
 
-  monkeypatch.setattr(prove, 'lower', lambda *args: Lowered())
-  (topology,) = slices.parse('v5e:2x2')
-  proof = prove.prove(tiny, topology)
-  assert levels == ['O1', jax.config.jax_optimization_level] != ['O1'] * 2
-  assert not proof.fits
-  assert proof.memory == 13.5 * 2**30
-
-
-@needs_libtpu
-def test_what_compiles_and_does_not_fit_is_compiled_again(tiny, monkeypatch):
-  sizes = iter((10**12, 10**9))
-
-  class Compiled:
-    def memory_analysis(self):
-      names = ('argument', 'output', 'alias', 'temp', 'generated_code')
-      sizes_by_name = {f'{name}_size_in_bytes': 0 for name in names}
-      sizes_by_name['temp_size_in_bytes'] = next(sizes)
-      return types.SimpleNamespace(**sizes_by_name)
-
-    def as_text(self):
-      return (
-        jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile().as_text()
-      )
-
-  lowered = types.SimpleNamespace(compile=Compiled)
+  lowered = types.SimpleNamespace(compile=compile)
   monkeypatch.setattr(prove, 'lower', lambda *args: lowered)
   (topology,) = slices.parse('v5e:2x2')
   proof = prove.prove(tiny, topology)
-  assert proof.fits
-  assert proof.memory == 10**9
+  assert levels[0] == 'O1' != levels[1] == jax.config.jax_optimization_level
+  assert proof.fits != refuses
+  assert proof.memory == (13.5 * 2**30 if refuses else 10**9)
 
 
 @pytest.mark.parametrize('kind', ['text', 'speech'])
@@ -228,10 +208,9 @@ class TestProven:
     workdir, rows = proven
     with open(workdir / 'prove.csv', newline='') as file:
       read = list(csv.DictReader(file))
-    assert [(row['id'], row['topology']) for row in read] == [
-      *(('mod', 'v5e:2x2'), ('dense', 'v5e:2x2')),
-      # The smallest of v5p.
-      *(('mod', 'v5p:2x2x1'), ('dense', 'v5p:2x2x1')),
+    # The smallest of v5p.
+    assert [(row['topology'], row['id']) for row in read] == [
+      (x, y) for x in ('v5e:2x2', 'v5p:2x2x1') for y in ('mod', 'dense')
     ]
     assert [float(row['products']) for row in read] == [
       row['products'] for row in rows
@@ -266,15 +245,8 @@ class TestProven:
   ):
     workdir, rows = proven
     monkeypatch.setattr(prove, 'lower', None)
-    other = config_lib.replace(
-      tiny,
-      {
-        'seed': 7,
-        'name': 'another',
-        'train.num_steps': 99,
-        'optimizer.learning_rate': 1e-5,
-      },
-    )
+    changes = {'seed': 7, 'name': 'another', 'train.num_steps': 99}
+    other = config_lib.replace(tiny, changes)
     assert prove.run([('again', other)], ['v5e:2x2'], workdir) == [
       rows[0] | {'id': 'again'}
     ]
@@ -293,16 +265,10 @@ class TestProven:
       'prove', f'--workdir={tmp_path}', '--topology=v5e:2x2,v5p'
     )
     assert status == 0
-    heading, *lines = out.splitlines()
-    assert heading.split()[:2] == ['id', 'slice']
-    assert [line.split()[:2] for line in lines] == [
-      ['one', 'v5e:2x2'],
-      ['one', 'v5p:2x2x1'],
-    ]
-    assert f'{rows[0]["products"]:.3e}' in lines[0]
-    status, _, error = command('prove', f'--workdir={tmp_path}')
-    assert status == 2
-    assert '--topology is missing' in error
+    _, first, second = out.splitlines()
+    assert first.split()[:2] == ['one', 'v5e:2x2']
+    assert f'{rows[0]["products"]:.3e}' in first
+    assert second.split()[:2] == ['one', 'v5p:2x2x1']
 
 
 class TestKernels:

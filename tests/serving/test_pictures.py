@@ -155,19 +155,6 @@ def test_a_chat_is_the_format_of_training():
       pictures.pieces([wrong])
 
 
-@pytest.mark.slow
-def test_a_chat_with_a_picture_is_a_prediction():
-  run = run_of('pmod')
-  pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)
-  parts = [
-    {'type': 'image', 'image': Image.fromarray(pixels)},
-    {'type': 'text', 'text': 'What is it?'},
-  ]
-  answer = run.chat([{'role': 'user', 'content': parts}], max_new_tokens=4)
-  (expected,) = run.predict((pixels, 'What is it?'), max_new_tokens=4)
-  assert answer.strip() == expected
-
-
 def png(pixels=None, size=None, mode='RGB'):
   image = Image.new(mode, size) if pixels is None else Image.fromarray(pixels)
   file = io.BytesIO()

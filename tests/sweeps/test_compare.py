@@ -2,7 +2,6 @@
 
 import csv
 
-from matplotlib.legend import Legend
 import numpy as np
 import pytest
 
@@ -89,25 +88,6 @@ def test_a_capacity_warmup_costs_more(tmp_path):
   # At full capacity there is a router besides.
   np.testing.assert_allclose(found.flops_S, np.cumsum(steps), rtol=0.01)
   assert dense > 1.2 * routed
-
-
-def test_picture(runs):
-  found = [compare.read(folder) for folder in runs]
-  figure = compare.Comparison(found).figure('Which is better')
-  steps, spent, hours = figure.axes
-  lines = [line for line in steps.lines if line.get_gid() == 'train']
-  assert [list(line.get_xdata()) for line in lines] == [[1, 2, 3, 4]] * 2
-
-  def end(axes):
-    """Where the held-out loss of the routed run stands."""
-    marked = [line for line in axes.lines if line.get_gid() == 'held-out']
-    assert [list(line.get_ydata()) for line in marked] == [[3.4], [3.3]]
-    return marked[1].get_xdata()
-
-  assert end(spent) == [4 * 2 * flops.train(ROUTED.model, 16)]
-  assert end(hours) == pytest.approx([4 * 6 / 3600])
-  told = [text.get_text() for text in figure.findobj(Legend)[0].get_texts()]
-  assert told == ['run', 'run, 0.167 steps/s']
 
 
 def test_refused(runs, tmp_path, command):

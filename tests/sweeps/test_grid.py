@@ -43,8 +43,6 @@ class TestPoints:
     ('text', 'values'),
     [
       ('init=none,runs/a', (None, 'runs/a')),
-      ('name=1,2', ('1', '2')),
-      ('data.segments=true,False', (True, False)),
       ('seed= 3 , 4', (3, 4)),
       ('model.routing.capacity=0.5,(0.25,0.5)', (0.5, (0.25, 0.5))),
       ("optimizer.rules=((',', 1.0, 0),)", (((',', 1.0, 0),),)),
@@ -54,12 +52,6 @@ class TestPoints:
     (found,) = grid.parse(CONFIG, [text]).values()
     assert found == values
     assert list(map(type, found)) == list(map(type, values))
-
-  def test_fields_that_depend_on_each_other(self):
-    # Neither fits without the other.
-    axes = grid.parse(CONFIG, ['model.width=56', 'model.num_heads=7'])
-    ((_, config),) = grid.points(CONFIG, axes)
-    assert (config.model.width, config.model.num_heads) == (56, 7)
 
   @pytest.mark.parametrize(
     ('texts', 'message'),

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import pathlib
 
 import pytest
@@ -228,16 +227,12 @@ def test_edited_manifest(what, tmp_path):
   manifest.write(tmp_path, plan.entries(small()))
   path = tmp_path / manifest.FILE
   lines = path.read_text().splitlines()
-  if what == 'edited':
-    run = json.loads(lines[1])
-    run['config']['seed'] = 7
-    lines[1] = json.dumps(run)
-  elif what == 'lost':
-    del lines[1]
-  elif what == 'added':
-    lines.append(lines[1])
-  else:
-    lines[1] = lines[1][:-1]
+  lines[1:2] = {
+    'edited': [lines[1].replace('"seed": 0', '"seed": 7')],
+    'lost': [],
+    'added': [lines[1]] * 2,
+    'no JSON': [lines[1][:-1]],
+  }[what]
   path.write_text('\n'.join(lines) + '\n')
   with pytest.raises(UserError, match='not as it was planned'):
     manifest.read(tmp_path)

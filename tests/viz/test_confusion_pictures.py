@@ -45,16 +45,3 @@ def test_of_many_classes_the_worst_stand_apart(rng, seen):
   assert shown[0, 1] == pytest.approx(50 / (50 + count_VV[70, 70]))
   assert shown[-1, -1] == 1
   assert f'Images: {count_VV.sum():,}' in seen.words(figure)
-
-
-def test_pictures_have_what_they_are_and_were_taken_for(rng, seen):
-  pictures = rng.integers(0, 200, (8, 4, 4, 3), dtype=np.uint8)
-  above = [f'true cat → predicted dog{i}' for i in range(8)]
-  below = [f'{i}.00 nats\n{i}.png' for i in range(8)]
-  figure = viz.worst_pictures(pictures, above, below, title='The worst')
-  rows = seen.axes(figure, 'row')
-  shown = [np.asarray(x.get_array()) for axes in rows for x in axes.images]
-  np.testing.assert_array_equal(shown, pictures)
-  words = [text.replace('\n', ' ') for text in seen.texts(figure, 'bottom')]
-  assert words == above
-  assert seen.texts(figure, 'top') == below

@@ -1,8 +1,8 @@
 """Files, threads, colours, and texts that a font can draw."""
 
+from concurrent import futures
 import functools
 import os
-import threading
 
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
@@ -54,29 +54,14 @@ class TestSave:
 
 def test_threads_may_draw_at_once(rng, tmp_path):
   score_RL = rng.normal(size=(3, 30))
-  errors = []
+  told = {'layers': (1, 3, 5), 'num_layers': 6, 'weights_RL': score_RL}
 
   def work(i):
-    try:
-      figure = viz.routing_map(
-        score_RL > 0,
-        'x' * 30,
-        layers=(1, 3, 5),
-        num_layers=6,
-        weights_RL=score_RL,
-      )
-      viz.save(figure, tmp_path / f'{i}.png')
-    except BaseException as error:
-      errors.append(error)
+    figure = viz.routing_map(score_RL > 0, 'x' * 30, **told)
+    return viz.save(figure, tmp_path / f'{i}.png').read_bytes()
 
-  threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  assert not errors
-  written = {(tmp_path / f'{i}.png').read_bytes() for i in range(3)}
-  assert len(written) == 1
+  with futures.ThreadPoolExecutor(3) as pool:
+    assert len(set(pool.map(work, range(3)))) == 1
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,6 @@ class TestRoutingMap:
     drawn = cells(load)
     shades = [sum(drawn[x, maps.COUNT_ROW]) for x in range(4)]
     assert shades[0] < shades[1] < shades[3] < shades[2] == 3
-    (bar,) = seen.axes(figure, 'load_bar')
-    assert seen.ticks(bar.yaxis) == ['0', '1', '2', '3']
     text = seen.words(figure)
     assert 'Routed blocks: 3 of 6, with 50.0% of these tokens' in text
     assert 'Passed by all of them: 25%' in text
@@ -109,13 +107,10 @@ def test_shares_stand_over_their_tokens(seen):
   # The first block at the bottom, each token once.
   joined = np.concatenate([image.get_array() for image in drawn], axis=1)
   np.testing.assert_array_equal(joined, share_RL)
-  assert [image.get_extent()[:2] for image in drawn] == [
-    [-0.5, 63.5],
-    [63.5, 79.5],
-  ]
+  starts = [image.get_extent()[0] for image in drawn]
+  assert starts == [-0.5, 63.5]
   assert {image.get_clim() for image in drawn} == {(0, 1)}
   assert {image.origin for image in drawn} == {'lower'}
-  assert seen.ticks(panels(seen, figure)[0].yaxis) == ['1', '4']
 
 
 @pytest.mark.parametrize('num_experts', [8, 64])
@@ -173,11 +168,7 @@ def test_bars_are_the_shares(rng, seen):
     # Both targets are one line.
     assert np.multiply(heights[1], 2) == pytest.approx(share_RX[r, 4:])
     assert set(seen.mark(axes, 'target').get_ydata()) == {0.125}
-    # No-ops stand apart.
-    assert bars[1][0].get_x() > bars[0][-1].get_x() + 1.5
   busiest = share_RX[0, :4].max() / share_RX[0, :4].mean()
-  assert seen.texts(figure, 'facts')[0].splitlines() == [
-    f'busiest: {busiest:.2f} x the mean',
-    '50.0% without any expert',
-    f'no-ops: {share_RX[0, 4:].sum():.1%} of the tokens, target 50.0%',
-  ]
+  facts = seen.texts(figure, 'facts')[0]
+  assert facts.startswith(f'busiest: {busiest:.2f} x the mean')
+  assert f'no-ops: {share_RX[0, 4:].sum():.1%} of the tokens' in facts
