@@ -5,7 +5,6 @@ import re
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
@@ -37,16 +36,6 @@ def boxed():
   return jax.eval_shape(CONFIG.build().init, jax.random.key(0), tokens)[
     'params'
   ]
-
-
-def test_spec():
-  assert parallel.spec(('batch', 'length', 'act_embed')) == PartitionSpec(
-    ('data', 'fsdp', 'expert'), None, None
-  )
-  assert parallel.spec(('embed', 'heads', 'head_dim')) == PartitionSpec(
-    'fsdp', 'tensor', None
-  )
-  assert parallel.spec((None, 'vocab')) == PartitionSpec(None, 'tensor')
 
 
 @pytest.mark.parametrize(

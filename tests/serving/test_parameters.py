@@ -184,7 +184,9 @@ def test_log_probabilities_of_a_completion(client, alone):
   # Parts of characters, and what is no text at all.
   assert spelled(alone.tokenizer.encode('é')[0]) == 'bytes:\\xc3'
   assert (spelled(END), spelled(END + 1)) == ('<eos>', '')
-  pieces = list(client.completions.create(**TEXT, logprobs=2, stream=True))
+  # Also of a prompt that is given by its tokens.
+  asked = TEXT | {'prompt': alone.tokenizer.encode('how'), 'logprobs': 2}
+  pieces = list(client.completions.create(**asked, stream=True))
   columns = [piece.choices[0].logprobs for piece in pieces]
   assert sum((c.tokens for c in columns), []) == logprobs.tokens
   assert sum((c.top_logprobs for c in columns), []) == logprobs.top_logprobs

@@ -88,28 +88,6 @@ def alone(run):
   return Engine(run, slots=2)
 
 
-def test_a_completion_is_the_engines(client, alone):
-  asked = {'max_tokens': 9, 'seed': 3, 'temperature': 0.8, 'top_p': 0.9}
-  found = client.completions.create(
-    model='tiny', prompt=['how are', 'you'], logprobs=1, **asked
-  )
-  asked['max_new_tokens'] = asked.pop('max_tokens')
-  expected = alone.generate(['how are', 'you'], **asked)
-  for choice, completion in zip(found.choices, expected, strict=True):
-    assert choice.text == completion.text
-    assert choice.finish_reason == completion.reason
-    spelled = map(alone.tokenizer.spelled, completion.tokens)
-    assert choice.logprobs.tokens == list(spelled)
-  assert found.usage.completion_tokens == sum(len(c.tokens) for c in expected)
-  tokens = alone.tokenizer.encode('how are')
-  of_tokens = client.completions.create(
-    model='tiny', prompt=tokens, temperature=0, max_tokens=4
-  )
-  assert of_tokens.choices[0].text == (
-    alone.generate([tokens], max_new_tokens=4)[0].text
-  )
-
-
 def test_a_stream_is_the_whole_in_pieces(client):
   asked = {'model': 'tiny', 'prompt': 'how', 'max_tokens': 20, 'seed': 1}
   whole = client.completions.create(**asked).choices[0]

@@ -156,10 +156,3 @@ def test_no_minimum(params, loss, message):
   params, loss = np.array(params, float), np.array(loss)
   with pytest.raises(NoMinimumError, match=message):
     optimum.of_curve(params, loss, optimum.noise([(params, loss)]))
-
-
-def test_no_surface():
-  params = np.array([1e6, 2e6, 4e6] * 2)
-  tokens = np.repeat([1e8, 2e8], 3)
-  with pytest.raises(NoMinimumError, match='parameters or tokens alone'):
-    optimum.surface(params, tokens, np.log(params))
