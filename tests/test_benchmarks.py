@@ -259,29 +259,6 @@ def test_all_that_an_accelerator_is_asked(tmp_path):
     assert (path.stat().st_mtime_ns > before) == (path == again), path
 
 
-def test_a_sweep_goes_on_of_which_some_run_has_failed(tmp_path):
-  folder = tmp_path / 'isoflop' / 'hour_tiny'
-  folder.mkdir(parents=True)
-  table = folder / 'isoflop.csv'
-  (folder / 'manifest.jsonl').write_text('{}\n{}\n')
-  table.write_text('group,loss\ndense,4.0\n')
-
-  def ask(more):
-    call = command('accelerator', 'tiny', f'workdir={tmp_path}', more)
-    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout, done.stderr
-
-  out, err = ask('parts=^isoflop')
-  assert 'mod_jax.sweeps run' in out
-  assert 'isoflop/hour_tiny' in err
-  table.write_text('group,loss\ndense,4.0\nmod,3.9\n')
-  out, err = ask('minutes=0')
-  assert not out
-  assert 'isoflop/hour_tiny' not in err
-  gathered = json.loads((tmp_path / 'isoflop_hour_tiny.json').read_text())
-  assert [run['group'] for run in gathered['runs']] == ['dense', 'mod']
-
-
 @pytest.mark.parametrize('stage', ['training', 'decoding'])
 def test_an_accelerators_commands_are_accepted(stage):
   """Those of real sizes, of which nothing runs here."""

@@ -13,15 +13,14 @@ pytestmark = pytest.mark.filterwarnings('error')
 class TestComputeHistogram:
   def test_bars_hold_the_images_and_marks_the_statistics(self, rng, seen):
     load_B = rng.normal(0.4, 0.05, 300).clip(0, 1)
-    figure = viz.compute_histogram(load_B, budget=0.35)
-    (axes,) = seen.axes(figure, 'plot')
+    (axes,) = viz.compute_histogram(load_B, budget=0.35).axes
     mean = seen.mark(axes, 'mean').get_xdata()[0]
     assert mean == pytest.approx(load_B.mean())
     assert seen.mark(axes, 'budget').get_xdata()[0] == 0.35
     band = seen.mark(axes, 'spread')
     assert band.get_x() == pytest.approx(load_B.mean() - load_B.std())
     assert band.get_width() == pytest.approx(2 * load_B.std())
-    bars = [bar for bar in axes.patches if bar.get_gid() == 'bars']
+    bars = seen.marks(axes, 'bars')
     for bar in bars[:-1]:
       # The edges are rounded, and the smallest load is one of them.
       start = bar.get_x() - 1e-12
@@ -31,42 +30,27 @@ class TestComputeHistogram:
 
   @pytest.mark.parametrize('load', [0.0, 1.0, 1 + 1e-7])
   def test_equal_images_are_one_bar(self, seen, load):
-    figure = viz.compute_histogram(np.full(5, load), budget=0.3)
-    (axes,) = seen.axes(figure, 'plot')
-    bars = [bar for bar in axes.patches if bar.get_gid() == 'bars']
-    assert [bar.get_height() for bar in bars] == [5]
+    (axes,) = viz.compute_histogram(np.full(5, load), budget=0.3).axes
+    assert seen.mark(axes, 'bars').get_height() == 5
     low, high = axes.get_xlim()
     assert low < min(load, 0.3) <= max(load, 0.3) < high
 
 
-def errors(distance_KT):
-  return viz.error_by_learners(distance_KT, title='', module='block_1/mlp')
-
-
-class TestErrorByLearners:
-  def test_columns_are_sorted_by_how_fast_the_error_falls(self, seen):
-    # Slow, fast, medium; of different sizes.
-    distance_KT = np.array([[1, 10, 2], [0.9, 1, 1], [0.8, 1, 0.4]])
-    figure = errors(distance_KT)
-    (axes,) = seen.axes(figure, 'map')
-    (image,) = axes.images
-    np.testing.assert_allclose(
-      image.get_array(), [[1, 1, 1], [0.1, 0.5, 0.9], [0.1, 0.2, 0.8]]
-    )
-    (means,) = seen.axes(figure, 'means')
-    widths = [bar.get_width() for bar in means.patches]
-    np.testing.assert_allclose(widths, distance_KT.mean(axis=1))
-    # The same rows at the same heights.
-    assert means.get_ylim() == axes.get_ylim()
-
-  def test_tokens_without_error_only_count_in_the_mean(self, seen):
-    figure = errors([[0, 1, 0], [0, 0.5, 1]])
-    (axes,) = seen.axes(figure, 'map')
-    np.testing.assert_array_equal(axes.images[0].get_array(), [[1], [0.5]])
-    assert 'without an error at k = 0: 2.' in seen.words(figure)
-    (means,) = seen.axes(figure, 'means')
-    widths = [bar.get_width() for bar in means.patches]
-    np.testing.assert_allclose(widths, [1 / 3, 0.5])
+def test_columns_are_sorted_by_how_fast_the_error_falls(seen):
+  # Slow, fast, medium, of different sizes; and one that had no error at first.
+  distance_KT = np.array([[1, 10, 2, 0], [0.9, 1, 1, 0], [0.8, 1, 0.4, 1]])
+  figure = viz.error_by_learners(distance_KT, title='', module='block_1/mlp')
+  (axes,) = seen.axes(figure, 'map')
+  (image,) = axes.images
+  np.testing.assert_allclose(
+    image.get_array(), [[1, 1, 1], [0.1, 0.5, 0.9], [0.1, 0.2, 0.8]]
+  )
+  (means,) = seen.axes(figure, 'means')
+  widths = [bar.get_width() for bar in means.patches]
+  np.testing.assert_allclose(widths, distance_KT.mean(axis=1))
+  # The same rows at the same heights.
+  assert means.get_ylim() == axes.get_ylim()
+  assert 'without an error at k = 0: 1.' in seen.words(figure)
 
 
 class TestScoreHistogram:

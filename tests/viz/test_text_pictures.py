@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mod_jax import viz
-from mod_jax.viz import experts, maps
+from mod_jax.viz import experts
 
 pytestmark = pytest.mark.filterwarnings('error')
 
@@ -87,9 +87,6 @@ class TestRoutingMap:
     figure = viz.routing_map(chosen_RL, 'abcd', layers=LAYERS, num_layers=6)
     load = seen.mark(panels(seen, figure)[0], 'load')
     assert list(load.get_array()) == [3, 2, 0, 1]
-    drawn = cells(load)
-    shades = [sum(drawn[x, maps.COUNT_ROW]) for x in range(4)]
-    assert shades[0] < shades[1] < shades[3] < shades[2] == 3
     text = seen.words(figure)
     assert 'Routed blocks: 3 of 6, with 50.0% of these tokens' in text
     assert 'Passed by all of them: 25%' in text
@@ -107,9 +104,7 @@ def test_shares_stand_over_their_tokens(seen):
   # The first block at the bottom, each token once.
   joined = np.concatenate([image.get_array() for image in drawn], axis=1)
   np.testing.assert_array_equal(joined, share_RL)
-  starts = [image.get_extent()[0] for image in drawn]
-  assert starts == [-0.5, 63.5]
-  assert {image.get_clim() for image in drawn} == {(0, 1)}
+  assert [image.get_extent()[0] for image in drawn] == [-0.5, 63.5]
   assert {image.origin for image in drawn} == {'lower'}
 
 
@@ -128,15 +123,13 @@ def test_each_cell_is_what_becomes_of_the_token(rng, seen, num_experts):
     num_layers=7,
     title='',
   )
-  taken, empty, marked, numbered = {}, {}, {'more': [], 'dropped': []}, {}
+  taken, empty, marked = {}, {}, {'more': set(), 'dropped': set()}
   for axes in panels(seen, figure):
     taken |= cells(seen.mark(axes, 'taken'))
     empty |= cells(seen.mark(axes, 'empty'))
-    for name, offsets in marked.items():
-      offsets += seen.mark(axes, name).get_offsets().round().tolist()
-    for e in range(num_experts):
-      for numbers in seen.marks(axes, f'number {e}'):
-        numbered |= dict.fromkeys(map(tuple, numbers.get_offsets()), e)
+    for name, found in marked.items():
+      offsets = seen.mark(axes, name).get_offsets().round().tolist()
+      found |= set(map(tuple, offsets))
   colors = experts.expert_colors(num_experts)
   wanted = {
     (float(c), float(LAYERS[r])): expert_RL[r, c]
@@ -145,10 +138,10 @@ def test_each_cell_is_what_becomes_of_the_token(rng, seen, num_experts):
   assert taken == {place: tuple(colors[e]) for place, e in wanted.items()}
   # White, and nothing at all where the block passes the token by.
   assert empty == dict.fromkeys(places(expert_RL == NONE), (1.0, 1.0, 1.0))
-  assert set(map(tuple, marked['more'])) == places(more_RL)
-  assert set(map(tuple, marked['dropped'])) == places(expert_RL == NONE)
+  assert marked['more'] == places(more_RL)
+  assert marked['dropped'] == places(expert_RL == NONE)
   # Colours alone tell eight experts apart, no more.
-  assert numbered == (wanted if num_experts > 8 else {})
+  assert bool(seen.marks(figure, 'number 0')) == (num_experts > 8)
 
 
 def test_bars_are_the_shares(rng, seen):
@@ -169,6 +162,4 @@ def test_bars_are_the_shares(rng, seen):
     assert np.multiply(heights[1], 2) == pytest.approx(share_RX[r, 4:])
     assert set(seen.mark(axes, 'target').get_ydata()) == {0.125}
   busiest = share_RX[0, :4].max() / share_RX[0, :4].mean()
-  facts = seen.texts(figure, 'facts')[0]
-  assert facts.startswith(f'busiest: {busiest:.2f} x the mean')
-  assert f'no-ops: {share_RX[0, 4:].sum():.1%} of the tokens' in facts
+  assert f'busiest: {busiest:.2f} x the mean' in seen.texts(figure, 'facts')[0]
