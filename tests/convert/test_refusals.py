@@ -20,11 +20,9 @@ from mod_jax import config as config_lib
 from mod_jax.convert import beside, files, llava, lm, vit
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
-from mod_jax.layers.reduction import EViT
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 TIMM = GOLDEN / 'vit_timm.safetensors'
-LVVIT = GOLDEN / 'vit_lvvit.pth.tar'
 ONE_HEAD = GOLDEN / 'vit_huggingface_one_head.safetensors'
 VIT = vit.derive(TIMM, num_heads=3)
 DISTILLED = vit.derive(ONE_HEAD, num_heads=3)
@@ -69,11 +67,6 @@ def find(tmp, name):
   return files.find(tmp / name)
 
 
-def write(tmp, name):
-  (tmp / 'file').touch()
-  files.write(tmp / name, {'x': np.ones(1, np.float32)})
-
-
 def pickled(tmp, value, **entries):
   with zipfile.ZipFile(tmp / 'w.pth', 'w') as file:
     data = pickle.dumps(value, protocol=2)
@@ -87,13 +80,11 @@ def told(tmp, **fields):
   return beside.read(tmp / 'model.safetensors')
 
 
-def copy(tmp, name='llama', without=(), **fields):
+def copy(tmp, name='llama', **fields):
   """Copies a golden language model, and changes its config."""
   folder = pathlib.Path(shutil.copytree(GOLDEN / 'lm' / name, tmp / name))
   path = folder / 'config.json'
   fields = json.loads(path.read_text()) | fields
-  for key in without:
-    del fields[key]
   path.write_text(json.dumps(fields))
   return folder
 
@@ -117,11 +108,6 @@ def cut_short(tmp):
   path = copy(tmp) / 'model.safetensors'
   path.write_bytes(path.read_bytes()[:-100])
   return files.stored(path.parent)
-
-
-def with_index(tmp, text):
-  (tmp / INDEX).write_text(text)
-  return files.stored(tmp)
 
 
 def read_lm(tmp, name='llama', arrays=None, **fields):
@@ -155,17 +141,9 @@ def save_vit(tmp, **fields):
   vit.save(tmp / 'new.npz', vit.load(TIMM, VIT), change(VIT, **fields))
 
 
-def save_lvvit(tmp):
-  config = vit.derive(LVVIT, num_heads=3)
-  params = vit.load_variables(LVVIT, config)['params']
-  vit.save(tmp / 'new.npz', params, config, naming='lvvit')
-
-
-def save_llava(tmp, without=(), **fields):
+def save_llava(tmp, **fields):
   config = llava.derive(GOLDEN / 'vlm' / 'llava')
   params = tiny.arrays(llava.read(GOLDEN / 'vlm' / 'llava', config))
-  for name in without:
-    del params['projector'][name]
   llava.save(tmp / 'new.npz', params, config_lib.replace(config, fields))
 
 
@@ -178,12 +156,10 @@ TABLE = [
     'as safetensors',
     'damaged',
   ),
-  (lambda t: read(t, 'w.pth', b'nonsense'), 'cannot be read as pth', 'damaged'),
   (lambda t: read(t, 'w.h5', b''), "'.h5'", '.safetensors or .npz or .pth'),
   (read_object, 'cannot be read as npz'),
   (read_quantised, 'x is of type F8_E4M3', 'expected F64'),
   (lambda t: read_array(t, 'w.safetensors', np.nan), 'x holds', 'not finite'),
-  (lambda t: read_array(t, 'w.npz', np.inf), 'x holds', 'not finite'),
   (lambda t: read_array(t, 'w.pth', np.nan), 'x holds', 'not finite'),
   (lambda t: find(t, 'weihgts.npz'), 'no such file', 'weights.npz'),
   (
@@ -192,12 +168,8 @@ TABLE = [
     '`hf download google/vit',
   ),
   (files.find, 'holds no model.safetensors', 'config.json'),
-  (lambda t: write(t, 'file/w.npz'), 'cannot be written', 'name a file'),
-  (lambda t: write(t, 'w.bin'), "'.bin'", '.safetensors or .npz or .pth'),
   (lambda t: pickled(t, {'x': 1}), "'x'", 'no tensor', 'state_dict'),
-  (lambda t: pickled(t, [1]), 'no dictionary of weights', 'state_dict'),
   (lambda t: pickled(t, {}, **{'constants.pkl': b''}), 'TorchScript'),
-  (lambda t: pickled(t, {frozenset(): 1}), '__builtin__.frozenset'),
   # What lies beside the weights.
   (
     lambda t: told(t, num_attention_heads=0),
@@ -213,21 +185,16 @@ TABLE = [
     lambda t: derive(t, rope_parameters={'rope_type': 'yarn', 'factor': 2.0}),
     "rope_type='yarn'",
   ),
-  (lambda t: derive(t, rope_parameters={'rope_type': 'linear'}), 'factor=None'),
-  (lambda t: derive(t, rope_parameters=[2.0]), '[2.0]', 'expected an object'),
   (lambda t: derive(t, **WINDOW_OF_SOME), 'some layers', 'the same for all'),
-  (lambda t: derive(t, without=['vocab_size']), 'vocab_size is missing'),
   (
     lambda t: sharded(t, 'model-00002-of-00003.safetensors'),
     'lacks model-00002',
   ),
   (lambda t: sharded(t, model_norm_weight='../secret'), '../secret', 'refused'),
-  (lambda t: sharded(t, model_norm_weight='/etc/x'), '/etc/x', 'refused'),
   (
     lambda t: sharded(t, more='model-00002-of-00003.safetensors'),
     *('more is in none', 'fetch them again'),
   ),
-  (lambda t: with_index(t, '{}'), 'no index', 'fetch it again'),
   (cut_short, 'cannot be read as safetensors', 'cut short'),
   (files.stored, 'holds neither', 'in safetensors'),
   (
@@ -236,41 +203,22 @@ TABLE = [
   ),
   (lambda t: read_lm(t, mlp_dim=21), 'down_proj'),
   (lambda t: save_lm(t, mlp='gelu'), "mlp='gelu'", "mlp='swiglu'"),
-  (lambda t: save_lm(t, qkv_bias=True, qk_norm=True), 'no architecture'),
   (lambda t: save_lm(t, qkv_bias=True), 'head_dim=4', 'width / num_heads'),
   # Vision transformers.
   (derive_cut, 'image_size', 'fetch it again'),
   (load_foreign, 'embedding/kernel', 'convert it'),
-  (lambda t: vit.load(LVVIT, vit.derive(LVVIT, num_heads=3)), 'load_variables'),
-  (save_lvvit, 'missing: batch_stats/stem/norm_'),
   (
     lambda t: vit.load(ONE_HEAD, change(DISTILLED, distillation_head=True)),
     'distillation_head=False',
   ),
-  (lambda t: vit.load(TIMM, change(VIT, **ADAPTIVE)), 'adaptive', 'dense_twin'),
   (lambda t: save_vit(t, **ADAPTIVE), 'adaptive', 'dense_twin'),
   (lambda t: save_vit(t, num_layers=3), 'missing: block_2/mlp/up/kernel'),
-  (lambda t: vit.names(VIT, 'tim'), "'tim'", "'timm'"),
-  (lambda t: vit.names(VIT, 'lvvit'), 'three convolutions', "'timm'"),
   (
     lambda t: vit.names(change(VIT, distilled=True), 'torchvision'),
     *('distillation_token', 'torchvision'),
   ),
-  (
-    lambda t: vit.names(change(VIT, qkv_bias=False), 'torchvision'),
-    *('qkv_bias=False', 'torchvision'),
-  ),
-  (
-    lambda t: vit.names(change(VIT, residual_scale=0.5), 'timm'),
-    *('residual_scale=0.5', 'another naming'),
-  ),
   # Vision-language models.
-  (lambda t: save_llava(t, ['linear_2']), 'missing: linear_2/kernel'),
   (lambda t: save_llava(t, pooling=3), 'pooling=3', 'no file of its format'),
-  (
-    lambda t: save_llava(t, **{'tower.reduction': EViT(stages=(1,))}),
-    *('patches of a picture=', 'no file of its format'),
-  ),
 ]
 
 

@@ -1,9 +1,7 @@
 """Mistakes that implementations of Mixture-of-Depths are known to make.
 
-Each test fails if its mistake is made here. Others are in `test_causality.py`,
-that what is called causal is not; and in `test_lm.py`: top-k of a single token
-(`test_one_token_cannot_be_chosen_by_top_k`), and one threshold for the prompt
-and another one for decoding (`TestDecoding`).
+Each test fails if its mistake is made here. `docs/mistakes.md` lists these and
+others, with the tests of each.
 """
 
 import dataclasses
@@ -13,24 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 from mod_jax import routing
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routed import Layer, LayerConfig
 from mod_jax.layers.token_info import TokenInfo
 
-# Sizes of `test_lm.py`, whose compiled programs serve here too.
 B, L, D = 3, 10, 8
 K = 3
-TOKENS_BL = jax.random.randint(jax.random.key(3), (B, L), 0, 11)
-EVERY_BL = jnp.ones((B, L), bool)
-ROUTER = RoutingMode(rule='router')
-
-
-def chosen(out):
-  """[R, B, L]: what each routed layer processed."""
-  return np.stack([told.chosen_BL for told in out.routing])
 
 
 @pytest.fixture(scope='module')
@@ -95,38 +83,6 @@ def test_slots_are_in_sequence_order_under_the_causal_mask(params, run, x_BLD):
   assert (before_BLD[:, -1] != after_BLD[:, -1]).any()
 
 
-def test_residual_is_added_once_and_never_multiplied(params, run, x_BLD):
-  # A block that does nothing leaves its input, whatever the router's weight.
-  idle = dict(params)
-  for part, name in (('attention', 'out'), ('mlp', 'down')):
-    kernel = jnp.zeros_like(params[part][name]['kernel'])
-    idle[part] = params[part] | {name: {'kernel': kernel}}
-  y_BLD, chosen_BL, _ = run(idle, x_BLD)
-  assert chosen_BL.any()
-  np.testing.assert_array_equal(y_BLD, x_BLD)
-
-  # And the update is proportional to the router's weight.
-  double = params | {'router': {'kernel': 2 * params['router']['kernel']}}
-  once_BLD, _, _ = run(params, x_BLD)
-  twice_BLD, _, _ = run(double, x_BLD)
-  np.testing.assert_allclose(
-    twice_BLD - x_BLD, 2 * (once_BLD - x_BLD), atol=1e-5
-  )
-
-
-def test_the_weight_is_on_the_attention_too(params, run, x_BLD):
-  # A block whose feed-forward does nothing.
-  kernel_FD = jnp.zeros_like(params['mlp']['down']['kernel'])
-  params = params | {'mlp': params['mlp'] | {'down': {'kernel': kernel_FD}}}
-  double = params | {'router': {'kernel': 2 * params['router']['kernel']}}
-  once_BLD, _, _ = run(params, x_BLD)
-  twice_BLD, _, _ = run(double, x_BLD)
-  assert abs(once_BLD - x_BLD).max() > 1e-2
-  np.testing.assert_allclose(
-    twice_BLD - x_BLD, 2 * (once_BLD - x_BLD), atol=1e-5
-  )
-
-
 @pytest.mark.parametrize('sign', [1, -1])
 def test_saturated_weights_neither_tie_nor_let_padding_in(
   config, params, x_BLD, sign
@@ -163,58 +119,3 @@ def test_the_kth_token_is_chosen_and_ties_do_not_add_to_it(params, run, x_BLD):
   for row in range(B):
     _, exact_BL, _ = run(params, x_BLD, 'threshold', kth_B[row])
     assert exact_BL[row].sum() == K
-
-
-def test_decoding_skips_tokens(config, variables, generate):
-  # max(1, int(capacity · 1)) tokens of each step would be all of them.
-  prompt = 2
-  _, chosen_RBL, cache = generate(
-    config, variables, TOKENS_BL, EVERY_BL, mode=ROUTER, prompt=prompt
-  )
-  routed = chosen_RBL[..., prompt:].mean(axis=-1)
-  assert (routed < 1).all()
-  assert (routed > 0).any()
-  routed_R = cache.blocks[0].length_B, cache.blocks[2].length_B
-  assert (jnp.stack(routed_R) < L).all()
-  assert cache.blocks[1].length_B.tolist() == [L] * B
-
-
-def test_each_sequence_has_its_own_cache(config, variables, generate):
-  # Chunk 0 processes all rows at once, where sharing would happen.
-  mode = RoutingMode(rule='router', chunk=0)
-  run = functools.partial(generate, config, variables, mode=mode, prompt=2)
-  logits_BLV, chosen_RBL, cache = run(TOKENS_BL, EVERY_BL)
-  # Sequences skip differently, or this would prove nothing.
-  assert len(set(cache.blocks[0].length_B.tolist())) > 1
-  for row in range(B):
-    one = slice(row, row + 1)
-    alone_BLV, alone_RBL, alone = run(TOKENS_BL[one], EVERY_BL[one])
-    np.testing.assert_array_equal(alone_RBL, chosen_RBL[:, one])
-    np.testing.assert_allclose(alone_BLV, logits_BLV[one], atol=1e-5)
-    for layer in (0, 2):
-      many, own = cache.blocks[layer], alone.blocks[layer]
-      np.testing.assert_array_equal(many.length_B[one], own.length_B)
-      np.testing.assert_array_equal(many.position_BS[one], own.position_BS)
-
-
-def test_empty_cache_slots_are_not_attended(config, variables, generate):
-  run = functools.partial(
-    generate, config, variables, TOKENS_BL, EVERY_BL, mode=ROUTER, prompt=2
-  )
-  tight_BLV, _, _ = run()
-  roomy_BLV, _, cache = run(room=3 * L)
-  assert cache.blocks[0].slots == 3 * L
-  np.testing.assert_allclose(roomy_BLV, tight_BLV, atol=1e-5)
-
-
-def test_empty_slots_of_a_choice_are_not_attended(config, variables):
-  # The same choice in as many slots as tokens, and in about half of them.
-  roomy = tiny.apply(config, variables, TOKENS_BL, mode=ROUTER)
-  most = int(chosen(roomy).sum(axis=-1).max())
-  slack = most / (config.routing.capacity * L)
-  assert most < L
-  assert slack >= 1
-  few = RoutingMode(rule='router', overflow='drop', slack=slack)
-  tight = tiny.apply(config, variables, TOKENS_BL, mode=few)
-  np.testing.assert_array_equal(chosen(tight), chosen(roomy))
-  np.testing.assert_allclose(tight.logits_BLV, roomy.logits_BLV, atol=1e-5)

@@ -11,37 +11,23 @@ import tiny
 
 from mod_jax import sampling
 from mod_jax.errors import UserError
-from mod_jax.layers.acm import FFNS, AdaptiveConfig
+from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
-from mod_jax.layers.scores import LastAttention
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.acm import acmize
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMCache, LMConfig
 from mod_jax.models.vit import resize_positions
-from mod_jax.models.vlm import VLMConfig
-from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 
 vit = functools.partial(dataclasses.replace, tiny.VIT)
 AMOD = vit(routing=VisionRoutingConfig(capacity=0.5))
 PRUNED = DynamicViTConfig(backbone=tiny.VIT, stages=(0, 1))
 pruned = functools.partial(dataclasses.replace, PRUNED)
-DETR = DETRConfig(
-  image_size=(8, 8),
-  num_queries=4,
-  backbone=ConvStemConfig(width=4, depth=1, halvings=1),
-  num_layers=2,
-  num_decoder_layers=2,
-  width=8,
-  num_heads=2,
-  mlp_dim=8,
-)
-detr = functools.partial(dataclasses.replace, DETR)
 ADAPTIVE = AdaptiveConfig(num_learners=2)
 NO_DECAY = ExpertsConfig(num_experts=2, choice='expert')
 
@@ -67,7 +53,6 @@ def adapted(model=tiny.VIT, **options):
     ),
     (LMConfig, {'width': 10, 'num_heads': 4}, 'width=10, num_heads=4'),
     (LMConfig, {'num_kv_heads': 4}, 'num_kv_heads=4, num_heads=6: .*divide'),
-    (LMConfig, {'head_dim': 5}, 'head_dim=5.*even'),
     (LMConfig, {'num_layers': 5, 'scan_layers': True}, '=5.*period=2'),
     (
       LMConfig,
@@ -76,20 +61,10 @@ def adapted(model=tiny.VIT, **options):
     ),
     (
       LMConfig,
-      {'routing': MoDConfig(capacity=(0.5, 0.25, 0.125))},
-      r'capacity=\(0.5, .*routed_layers=2',
-    ),
-    (
-      LMConfig,
       {'num_layers': 1, 'routing': MoDConfig()},
       'num_layers=1.*off',
     ),
     (LMConfig, {'attention': 'cudnn'}, "attention='cudnn'.*dtype='bf"),
-    (
-      LMConfig,
-      {'attention': 'cudnn', 'dtype': 'bfloat16', 'head_dim': 260},
-      'head_dim=260: .*up to 256',
-    ),
     (LMConfig, {'early_exit': 4}, 'early_exit=4, num_layers=4'),
     (
       LMConfig,
@@ -107,14 +82,10 @@ def adapted(model=tiny.VIT, **options):
       r'adaptive\.replace.*experts',
     ),
     (vit, {'image_size': 9}, 'image_size=9, patch_size=2: .*such as'),
-    (vit, {'num_heads': 3}, 'width=8, num_heads=3'),
     (vit, {'patch_size': 1, 'stem': ConvStemConfig()}, "stem's stride"),
     (vit, {'routing': VisionRoutingConfig(layers=(0,))}, 'block=0: .*before'),
-    (VisionRoutingConfig, {'score': LastAttention()}, 'score=.* no prompt'),
     (vit, {'routing': VisionRoutingConfig(layers=(9,))}, r'layers=\(9,\).*1'),
-    (pruned, {'stages': ()}, r'stages=\(\): .*ascending.*0 to 1'),
     (pruned, {'stages': (1, 0)}, r'stages=\(1, 0\): .*ascending'),
-    (pruned, {'stages': (1, 3)}, 'from 0 to 1'),
     (pruned, {'keep': (0.5,)}, 'a fraction for each stage'),
     (pruned, {'keep': (0.5, 0.7)}, 'none larger than the one before'),
     (pruned, {'score': 'class_attention'}, 'stages without 0'),
@@ -129,22 +100,17 @@ def adapted(model=tiny.VIT, **options):
       "score='structural': .*backbone.routing=None",
     ),
     (
-      detr,
+      DETRConfig,
       {'routing': VisionRoutingConfig(keep_class_token=True)},
       'keep_class_token=True: .*no class token',
     ),
     (
-      Wav2Vec2Config,
-      {'routing': VisionRoutingConfig(keep_class_token=True)},
-      'keep_class_token=True: .*no class token',
-    ),
-    (
-      detr,
+      DETRConfig,
       {'routing': VisionRoutingConfig(score='learned', shared_router=True)},
       r"shared_router=True, routed=.*routed=\('encoder', 'queries'\)",
     ),
     (
-      detr,
+      DETRConfig,
       {
         'routing': VisionRoutingConfig(
           score='learned', per_sequence=True, balance_loss=0.01
@@ -153,9 +119,7 @@ def adapted(model=tiny.VIT, **options):
       r"per_sequence=True, routed=.*routed=\('encoder', 'queries'\)",
     ),
     (adapted, {'num_learners': 3}, 'num_learners=3, hidden=32: .*divide'),
-    (adapted, {'num_learners': 16}, 'num_learners=16, .*hidden unit'),
     (adapted, {'replace': ('block_0/mpl',)}, 'block_0/mpl.*is block_0/mlp'),
-    (adapted, {'replace': ('block_(',)}, r'block_\('),
     (
       adapted,
       {
@@ -194,13 +158,10 @@ SEQUENCES = dataclasses.replace(
   [
     ([1, 2, 3], {}, "tokens='list': .*asarray.*pad_prompts"),
     (np.arange(5), {}, r'shape=\(5,\).*tokens\[None\]'),
-    (np.zeros((2, 0), int), {}, r'shape=\(2, 0\).*at least one'),
     (np.zeros((2, 3), np.float32), {}, "dtype='float32': expected integers"),
     (TOKENS_BL, {'valid_BL': jnp.ones((B, 4), bool)}, r'valid.*\(3, 4\)'),
-    (TOKENS_BL, {'valid_BL': [True] * L}, "valid='list'"),
     (TOKENS_BL, {'segment_BL': jnp.ones(L, int)}, r'segment.*\(10,\)'),
     (np.array([[1, 256]]), {}, r"'1\.\.256', vocab_size=256: .*from 0 to 255"),
-    (np.array([[3, -1]]), {}, r'-1\.\.3'),
   ],
 )
 def test_tokens_that_are_none(tokens, kwargs, named):
@@ -224,15 +185,7 @@ IMAGES = tiny.images(B)
 @pytest.mark.parametrize(
   ('run', 'named'),
   [
-    (lambda: call(MOD, mode='router'), "rule='router'.*trained"),
     (lambda: call(MOD, mode='threshold'), "rule='threshold'.*trained"),
-    (
-      lambda: call(
-        *(dataclasses.replace(tiny.LM, experts=NO_DECAY), TOKENS_BL),
-        mode='threshold',
-      ),
-      "rule='threshold'",
-    ),
     (
       lambda: call(
         *(tiny.LM, TOKENS_BL),
@@ -262,10 +215,6 @@ IMAGES = tiny.images(B)
       "rule='router': .*'top_k'.*whole input",
     ),
     (
-      lambda: call(DETR, IMAGES, build={'routing': RoutingMode(rule='router')}),
-      "rule='router': .*'top_k'.*whole input",
-    ),
-    (
       lambda: call(PRUNED, IMAGES, jnp.ones((1, B, 16))),
       r'decisions.shape=.*\(2, 3, 16\)',
     ),
@@ -278,16 +227,9 @@ IMAGES = tiny.images(B)
       'learners=3: expected 0 to 2',
     ),
     (
-      lambda: acmize(
-        *(vit(num_layers=3), tiny.variables(tiny.VIT)['params']),
-        key=jax.random.key(0, impl='rbg'),  # It compiles quickly.
-        num_learners=2,
-        replace=(FFNS,),
-      ),
-      'the model does not fit',
+      lambda: acmize(DETRConfig(), {}),
+      'model=.DETRConfig.: .*no adaptive modules',
     ),
-    (lambda: acmize(DETR, {}), 'model=.DETRConfig.: .*no adaptive modules'),
-    (lambda: acmize(VLMConfig(), {}), r'model=.VLMConfig.: .*config\.language'),
     (
       lambda: resize_positions(jnp.zeros((17, 3)), 2, 4),
       'embeddings=17: .*square.*first 2',

@@ -22,6 +22,7 @@ from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
+from mod_jax.prove import hlo
 from mod_jax.sampling import filter_logits, generate, generation, pad_prompts
 from mod_jax_kernels.attention import choice
 
@@ -226,20 +227,6 @@ class TestGreedy:
         max_length=TOTAL + 1,
       )
     assert_follows(got, references(SCANNED, mode, *make_prompts()))
-
-  @pytest.mark.slow
-  def test_bfloat16(self):
-    config = dataclasses.replace(SCANNED, dtype='bfloat16')
-    mode = RoutingMode(rule='router')
-    cache = lm.LMCache.empty(config, 2, 8, mode)
-    assert cache.blocks[0].key_BGSC.dtype == jnp.bfloat16
-    got = run(config, mode, variables=make_variables(SCANNED))
-    want = run(SCANNED, mode)
-    assert got.log_prob_BN.dtype == jnp.float32
-    assert np.isfinite(got.log_prob_BN).all()
-    # Later tokens may follow others.
-    error_B = np.abs(got.log_prob_BN - want.log_prob_BN)[:, 0]
-    assert 1e-4 < np.median(error_B) < 0.1
 
 
 class TestTightCaches:
@@ -448,10 +435,7 @@ class TestApplyWithCache:
   # With room for more, an eighth, a quarter, a half and all of it are read.
   # And pieces are processed row by row, or by gathering the chosen tokens.
   @pytest.mark.slow
-  @pytest.mark.parametrize(
-    ('room', 'short'),
-    [(10, 16), (16, 1)],
-  )
+  @pytest.mark.parametrize(('room', 'short'), [(10, 16), (16, 1)])
   def test_pieces_of_any_length_equal_the_whole(self, room, short, monkeypatch):
     monkeypatch.setattr(attention, '_SHORT', 2)
     monkeypatch.setattr(routed, '_SHORT', short)
@@ -482,12 +466,10 @@ class TestApplyWithCache:
     np.testing.assert_allclose(
       np.concatenate(pieces, axis=1), whole_BLV[:, :10], atol=1e-4
     )
-    np.testing.assert_array_equal(cache.length_B, 10)
     lengths_RB = [cache.blocks[i].length_B for i in (0, 2)]
     np.testing.assert_array_equal(sum(lengths_RB), sum(counts))
     # Each sequence has its own length in each routed layer.
     assert len(set(np.ravel(lengths_RB))) > 2
-    np.testing.assert_array_equal(cache.blocks[1].length_B, 10)
 
 
 def test_the_first_call_takes_no_more_than_it_must(equations):
@@ -545,30 +527,11 @@ class TestNoWork:
   def test_the_compiled_program_keeps_it_there(self):
     step, arguments = self._step(3)
     text = step.lower(*arguments).compile().as_text()
-    computations = re.split(r'\n(?=(?:ENTRY )?%?\S+ \(.*\{\n)', text)
-    dots = {}
-    for computation in computations:
-      name = re.match(r'(?:ENTRY )?%?(\S+) \(', computation)
-      if name:
-        found = re.findall(
-          r' dot\(|custom_call_target="[^"]*(?:dot|matmul)', computation
-        )
-        dots[name[1]] = len(found)
-    bodies = re.findall(r' while\(.*body=%?([\w.\-]+)', text)
-
-    def reach(name, seen):
-      if name not in seen:
-        seen.add(name)
-        body = next(c for c in computations if re.match(rf'%?{name} \(', c))
-        for other in re.findall(r'(?:calls|to_apply)=%?([\w.\-]+)', body):
-          reach(other, seen)
-      return seen
-
-    in_loops = [
-      sum(dots[name] for name in reach(body, set())) for body in bodies
-    ]
-    assert sorted(in_loops)[-1] == self.BLOCK
-    assert sum(dots.values()) == 2 * self.BLOCK + 1
+    cost = hlo.cost(text)
+    inside = [x for x in cost.products if '/while/body/' in x.source]
+    assert len(inside) == self.BLOCK
+    assert len(cost.products) == 2 * self.BLOCK + 1
+    assert len(cost.endless) == 1  # The loop, of as many turns as are needed.
     # Caches are written in place: neither copied nor selected as a whole.
     shape = ','.join(map(str, self.CACHE))
     kinds = set(re.findall(rf'= f32\[{shape}\]\S* ([\w-]+)\(', text))

@@ -42,7 +42,6 @@ EMPTY = np.array([[1, 1, 1], [0, 0, 0]], bool)
   ('kwargs', 'named'),
   [
     ({'tokens': np.zeros((1, 0), int)}, 'at least one in each row'),
-    ({'tokens': np.zeros((0, 3), int)}, 'at least one in each row'),
     ({'tokens': np.array([1, 2])}, r'shape=\(2,\).*tokens\[None\]'),
     ({'tokens': np.array([[1.0, 2.0]])}, "dtype='float64': expected integers"),
     (
@@ -51,24 +50,15 @@ EMPTY = np.array([[1, 1, 1], [0, 0, 0]], bool)
     ),
     ({'valid_BP': np.ones((2, 3), bool)}, r'shape=\(2, 3\)'),
     ({'tokens': [[1, 20]]}, '1..20.*vocab_size=20'),
-    ({'tokens': [[-1, 2]]}, '-1..2'),
     ({'max_length': 7}, 'prompt=2, max_new_tokens=6, max_length=7'),
-    ({'max_new_tokens': 0}, 'max_new_tokens=0'),
-    ({'prefill': 'greedy'}, "prefill='greedy'"),
     ({'end_token': 20}, 'end_token=20: .* from 0 to 19'),
     ({'variables': {'embedding': 0}}, "'embedding'.*'params'"),
     ({'mode': 'top_k'}, "rule='top_k' cannot generate"),
     ({'mode': 'fixed'}, "rule='fixed' cannot generate"),
-    ({'mode': 'best'}, 'best'),
     ({'mode': 'threshold'}, 'moving'),
     ({'mode': 'router', 'config': UNTRAINED}, 'router.*predictor'),
     ({'temperature': 1.0}, 'key=jax'),
-    ({'temperature': -1.0}, 'temperature=-1.0'),
     ({'draft': Draft(kind='early', layers=2)}, 'layers=2, num_layers=2'),
-    (
-      {'config': tiny.LM, 'draft': Draft(kind='never')},
-      "draft='never': .*no routed blocks",
-    ),
   ],
 )
 def test_generate(kwargs, named):
@@ -81,14 +71,8 @@ def test_generate(kwargs, named):
   [
     (lambda: run(((1, 2), (3,))), 'pad_prompts'),
     (lambda: pad_prompts([[1], []]), 'a token in each'),
-    (lambda: logits_lib.check(float('nan'), 0, 1.0, 0.0), 'temperature=nan'),
-    (lambda: logits_lib.check(1.0, -1, 1.0, 0.0), 'top_k=-1'),
     (lambda: logits_lib.check(1.0, 2**31, 1.0, 0.0), 'top_k=2147483648'),
-    (lambda: logits_lib.check(1.0, 0, 0.0, 0.0), 'top_p=0.0'),
     (lambda: logits_lib.check(1.0, 0, 1.1, 0.0), 'top_p=1.1'),
-    (lambda: logits_lib.check(1.0, 0, 1.0, 1.1), 'min_p=1.1'),
-    (lambda: Draft(kind='lookup', tokens=0), 'tokens=0'),
-    (lambda: Draft(kind='parrot'), "kind='parrot'"),
   ],
 )
 def test_parts(call, named):
