@@ -74,6 +74,11 @@ def variables(config, seed=0, gain=1.0):
   scales differ from 0 and 1; moving thresholds lie between 0.2 and 0.4. A fresh
   model would have zeros there, and scores that are nearly equal.
   """
+  return drawn(shapes(config), seed, gain)
+
+
+def drawn(shapes, seed=0, gain=1.0):
+  """Returns arrays of these shapes and names, drawn as said above."""
   rng = np.random.default_rng(seed)
 
   def draw(path, leaf):
@@ -94,7 +99,7 @@ def variables(config, seed=0, gain=1.0):
         value *= 0.3
     return jnp.asarray(value, leaf.dtype)
 
-  return jax.tree_util.tree_map_with_path(draw, shapes(config))
+  return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def _fan_in(name, shape):
@@ -114,6 +119,17 @@ def tokens(batch=2, length=8, vocab_size=LM.vocab_size, seed=0):
   """Returns random tokens [batch, length]."""
   key = jax.random.key(seed)
   return jax.random.randint(key, (batch, length), 0, vocab_size)
+
+
+def prompts(vocab_size):
+  """Returns prompts of 6, 3, 4 and 1 tokens [4, 6], and which are real.
+
+  They are padded on either side, with garbage.
+  """
+  tokens_BP = np.random.default_rng(3).integers(0, vocab_size, (4, 6))
+  valid_BP = np.ones((4, 6), bool)
+  valid_BP[1, :3] = valid_BP[2, 4:] = valid_BP[3, :5] = False
+  return tokens_BP, valid_BP
 
 
 def images(batch=2, size=VIT.image_size, seed=0):

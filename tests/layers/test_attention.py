@@ -1,12 +1,11 @@
 """The dense block: attention, rotary positions, MLP."""
 
-import functools
-
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax.layers import rope, token_info
 from mod_jax.layers.attention import Attention, AttentionConfig
@@ -15,25 +14,17 @@ from mod_jax.layers.mlp import MLP, MLPConfig
 B, L, D = 2, 7, 8
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def apply(module, variables, *args):
-  return module.apply(variables, *args)
+X_BLD = jax.random.normal(jax.random.key(1), (B, L, D))
 
 
-@pytest.fixture(scope='module')
-def x_BLD():
-  return jax.random.normal(jax.random.key(1), (B, L, D))
-
-
-class TestRope:
-  def test_keeps_the_dtype_and_turns_in_float32(self):
-    x = jnp.ones((1, 1, 1, 4), jnp.bfloat16)
-    rotation = rope.rotation(jnp.array([[1001]]), 4, 10_000.0)
-    assert rotation.dtype == jnp.float32
-    rotated = rope.rotate(x, rotation)
-    assert rotated.dtype == jnp.bfloat16
-    expected = np.cos(1001.0) - np.sin(1001.0)
-    assert float(rotated[0, 0, 0, 0]) == pytest.approx(expected, rel=1e-2)
+def test_positions_turn_in_float32_and_keep_the_dtype():
+  x = jnp.ones((1, 1, 1, 4), jnp.bfloat16)
+  rotation = rope.rotation(jnp.array([[1001]]), 4, 10_000.0)
+  assert rotation.dtype == jnp.float32
+  rotated = rope.rotate(x, rotation)
+  assert rotated.dtype == jnp.bfloat16
+  expected = np.cos(1001.0) - np.sin(1001.0)
+  assert float(rotated[0, 0, 0, 0]) == pytest.approx(expected, rel=1e-2)
 
 
 class TestMLP:
@@ -44,13 +35,13 @@ class TestMLP:
       ('gelu_tanh', lambda x: jax.nn.gelu(x, approximate=True)),
     ],
   )
-  def test_gelu(self, x_BLD, kind, function):
+  def test_gelu(self, kind, function):
     config = MLPConfig(width=D, hidden=5, kind=kind, bias=True)
-    variables = nn.unbox(MLP(config).init(jax.random.key(0), x_BLD))
+    variables = nn.unbox(MLP(config).init(jax.random.key(0), X_BLD))
     params = variables['params']
-    hidden = function(3 * x_BLD @ params['up']['kernel'])
+    hidden = function(3 * X_BLD @ params['up']['kernel'])
     np.testing.assert_allclose(
-      MLP(config).apply(variables, 3 * x_BLD),
+      MLP(config).apply(variables, 3 * X_BLD),
       hidden @ params['down']['kernel'],
       atol=1e-5,
     )
@@ -88,15 +79,12 @@ def test_a_window_counts_distances_in_the_text():
   def run(x_BLD):
     return module.apply(variables, x_BLD, info).update_BLD[0]
 
-  changed_LD = np.abs(run(x_BLD.at[:, :1].add(1.0)) - run(x_BLD)).max(axis=-1)
-  assert (changed_LD > 1e-4).tolist() == [True, True, True, False, False]
-  changed_LD = np.abs(run(x_BLD.at[:, 2].add(1.0)) - run(x_BLD)).max(axis=-1)
-  assert (changed_LD > 1e-4).tolist() == [False, False, True, False, False]
-  changed_LD = np.abs(run(x_BLD.at[:, 3].add(1.0)) - run(x_BLD)).max(axis=-1)
-  assert (changed_LD > 1e-4).tolist() == [False, False, False, True, True]
+  for place, changed in ((0, [0, 1, 2]), (2, [2]), (3, [3, 4])):
+    moved_LD = np.abs(run(x_BLD.at[:, place].add(1.0)) - run(x_BLD))
+    assert np.flatnonzero(moved_LD.max(axis=-1) > 1e-4).tolist() == changed
 
 
-def test_the_last_token_of_a_prompt_sees_no_padding(x_BLD):
+def test_the_last_token_of_a_prompt_sees_no_padding():
   """On neither side, nor an answer: rows score as alone and without them."""
   attention = Attention(
     AttentionConfig(
@@ -114,13 +102,13 @@ def test_the_last_token_of_a_prompt_sees_no_padding(x_BLD):
   valid_BL = jnp.array([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]]) > 0
   position_BL = token_info.count_positions(valid_BL)
   info = token_info.TokenInfo(position_BL, valid_BL, kind_BL=kind_BL)
-  variables = jax.jit(attention.init)(jax.random.key(0), x_BLD, info)
-  score_BL = apply(attention, variables, x_BLD, info).aux['attention']
+  variables = jax.jit(attention.init)(jax.random.key(0), X_BLD, info)
+  score_BL = tiny.apply(attention, variables, X_BLD, info).aux['attention']
   for row, part in enumerate((np.s_[2:5], np.s_[0:5])):
     alone = token_info.TokenInfo(
       position_BL[row, part][None], kind_BL=kind_BL[row, part][None]
     )
-    expected = apply(attention, variables, x_BLD[row, part][None], alone)
+    expected = tiny.apply(attention, variables, X_BLD[row, part][None], alone)
     np.testing.assert_allclose(
       score_BL[row, part], expected.aux['attention'][0], atol=1e-6
     )

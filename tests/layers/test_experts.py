@@ -1,5 +1,6 @@
 """Experts, against a loop over tokens and choices."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 from mod_jax import losses, parallel, routing
 from mod_jax.layers.experts import ExpertMLP, ExpertMLPConfig, ExpertsConfig
@@ -80,20 +82,16 @@ def by_hand(config, params, x_BLD, valid_BL, slots):
   `slots` gives those of each expert for a number of tokens; None for no limit.
   """
   experts = config.experts
-  outputs_EBLD = outputs_of(config, params, x_BLD)
-  logits_BLX = np.asarray(x_BLD, np.float64) @ np.asarray(
-    params['router']['kernel'], np.float64
-  )
-  p_BLX = np.exp(logits_BLX - logits_BLX.max(axis=-1, keepdims=True))
-  p_BLX /= p_BLX.sum(axis=-1, keepdims=True)
+  outputs_EBLD = np.asarray(outputs_of(config, params, x_BLD))
+  logits_BLX = np.float64(x_BLD) @ np.float64(params['router']['kernel'])
+  p_BLX = scipy.special.softmax(logits_BLX, axis=-1)
   y_BLD = np.zeros(x_BLD.shape)
   ran, dropped = set(), set()
-  for b in range(x_BLD.shape[0]):
-    tokens = int(valid_BL[b].sum())
-    taken = dict.fromkeys(range(experts.num_experts), 0)
+  for b, valid_L in enumerate(valid_BL):
+    most = math.inf if slots is None else slots(int(valid_L.sum()))
     wanted = []
     if experts.choice == 'token':
-      for t in np.flatnonzero(valid_BL[b]):
+      for t in np.flatnonzero(valid_L):
         best = np.argsort(-p_BLX[b, t], kind='stable')[: experts.per_token]
         whole = 1.0
         if experts.per_token > 1 and not experts.num_nulls:
@@ -101,18 +99,19 @@ def by_hand(config, params, x_BLD, valid_BL, slots):
         wanted += [(t, e, p_BLX[b, t, e] / whole) for e in best]
     else:
       for e in range(experts.num_experts):
-        score_L = np.where(valid_BL[b], p_BLX[b, :, e], -1)
-        best = np.argsort(-score_L, kind='stable')[: slots(tokens)]
+        score_L = np.where(valid_L, p_BLX[b, :, e], -1)
+        best = np.argsort(-score_L, kind='stable')[:most]
         wanted += [(t, e, p_BLX[b, t, e]) for t in best]
+    taken = collections.Counter()
     for t, e, weight in wanted:
       if e >= experts.num_experts:
         continue
-      if slots is not None and taken[e] >= slots(tokens):
+      if taken[e] >= most:
         dropped.add((b, t, e))
         continue
       taken[e] += 1
       ran.add((b, t, e))
-      y_BLD[b, t] += weight * np.asarray(outputs_EBLD[e][b, t])
+      y_BLD[b, t] += weight * outputs_EBLD[e, b, t]
   return y_BLD, ran, dropped
 
 
@@ -233,9 +232,10 @@ class TestThreshold:
   def test_is_the_mean_of_the_least_chosen(self):
     variables, x_BLD = variables_of(self.CONFIG), features()
     info = info_of(jnp.array(VALID_BL))
-    module = ExpertMLP(self.CONFIG, TRAIN)
-    train = jax.jit(functools.partial(module.apply, mutable=['moving']))
-    (_, assigned), state = train(variables, x_BLD, info)
+    train = ExpertMLP(self.CONFIG, TRAIN).apply
+    (_, assigned), state = jax.jit(train, static_argnames='mutable')(
+      variables, x_BLD, info, mutable='moving'
+    )
     p_BLE = np.asarray(jax.nn.softmax(assigned.logits_BLX))
     ran_BLE = np.asarray(assigned.ran_BLE)
     want_E = np.where(ran_BLE, p_BLE, np.inf).min(axis=1).mean(axis=0)
@@ -283,39 +283,38 @@ class TestCausality:
 
 
 class TestLosses:
-  def test_balance(self):
-    uniform_BLX = jnp.zeros((2, 8, 4))
-    even_BLX = jax.nn.one_hot(jnp.arange(8) % 4, 4, dtype=bool)[None]
-    even_BLX = jnp.broadcast_to(even_BLX, (2, 8, 4))
-    one_BLX = jax.nn.one_hot(jnp.zeros((2, 8), int), 4, dtype=bool)
-    valid_BL = jnp.ones((2, 8), bool)
-    balance = jax.jit(losses.experts.balance_loss, static_argnums=3)
-    equal = (0.25,) * 4
-    assert balance(uniform_BLX, even_BLX, valid_BL, equal) == pytest.approx(1)
-    collapsed = balance(100.0 * one_BLX, one_BLX, valid_BL, equal)
-    assert collapsed == pytest.approx(4)
-    # With two choices each, balance is 1 as well.
-    two_BLX = even_BLX | jnp.roll(even_BLX, 1, axis=-1)
-    assert balance(uniform_BLX, two_BLX, valid_BL, equal) == pytest.approx(1)
-    # Unequal parts: a no-op that should get half of the choices, and does.
-    parts = (1 / 6, 1 / 6, 1 / 6, 1 / 2)
-    logits_BLX = jnp.broadcast_to(jnp.log(jnp.array(parts)), (2, 6, 4))
-    choice_L = jnp.array([0, 1, 2, 3, 3, 3])
-    split_BLX = jnp.broadcast_to(
-      jax.nn.one_hot(choice_L, 4, dtype=bool), (2, 6, 4)
+  @pytest.mark.parametrize(
+    ('logits', 'chosen', 'parts', 'want'),
+    [
+      ([0, 0, 0, 0], [[0], [1], [2], [3]], [1 / 4] * 4, 1),
+      ([99, 0, 0, 0], [[0], [0], [0], [0]], [1 / 4] * 4, 4),
+      # With two choices each, balance is 1 as well.
+      ([0, 0, 0, 0], [[0, 1], [1, 2], [2, 3], [3, 0]], [1 / 4] * 4, 1),
+      # Unequal parts: a no-op that should get half of the choices, and does.
+      (
+        np.log([1 / 6, 1 / 6, 1 / 6, 1 / 2]),
+        *([[0], [1], [2], [3], [3], [3]], [1 / 6, 1 / 6, 1 / 6, 1 / 2], 1),
+      ),
+    ],
+  )
+  def test_balance(self, logits, chosen, parts, want):
+    wanted_LX = jax.nn.one_hot(jnp.array(chosen), 4).any(axis=1)
+    wanted_BLX = jnp.stack([wanted_LX] * 2)
+    got = losses.experts.balance_loss(
+      *(jnp.broadcast_to(jnp.float32(logits), wanted_BLX.shape), wanted_BLX),
+      *(jnp.ones(wanted_BLX.shape[:2], bool), tuple(parts)),
     )
-    got = balance(logits_BLX, split_BLX, jnp.ones((2, 6), bool), parts)
-    assert got == pytest.approx(1)
+    assert got == pytest.approx(want)
 
   def test_padding_counts_for_nothing(self):
     logits_BLX = jax.random.normal(jax.random.key(0), (1, 8, 4))
     wanted_BLX = jax.nn.one_hot(logits_BLX.argmax(-1), 4, dtype=bool)
     valid_BL = jnp.arange(8)[None] < 5
-    wanted_BLX &= valid_BL[..., None]
-    balance = jax.jit(losses.experts.balance_loss, static_argnums=3)
-    every = logits_BLX, wanted_BLX, valid_BL
-    got = balance(*every, (0.25,) * 4)
-    want = balance(*(x[:, :5] for x in every), (0.25,) * 4)
+    every = logits_BLX, wanted_BLX & valid_BL[..., None], valid_BL
+    got, want = (
+      losses.experts.balance_loss(*x, (0.25,) * 4)
+      for x in (every, [x[:, :5] for x in every])
+    )
     assert got == pytest.approx(float(want), rel=1e-6)
     total, count = losses.experts.z_loss(logits_BLX, valid_BL)
     square_L = jax.nn.logsumexp(logits_BLX[0, :5], axis=-1) ** 2

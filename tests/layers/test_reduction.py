@@ -2,25 +2,19 @@
 
 import dataclasses
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import flops, routing, trees
 from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.models import vit
-from mod_jax.models.vit import ViTConfig
 
-SIZES = {
-  'image_size': 16,
-  'patch_size': 4,
-  'num_classes': 5,
-  'num_layers': 3,
-  'width': 16,
-  'num_heads': 2,
-}
+CONFIG = dataclasses.replace(
+  tiny.VIT, image_size=16, patch_size=4, num_layers=3, width=16, distilled=True
+)
 
 
 def merge_by_loops(x_LD, size_L, metric_LC, count, prefix):
@@ -76,42 +70,29 @@ def test_keys_of_zero_are_no_nan():
   assert sorted(np.unique(place_BL)) == [0, 1, 2, 3]
 
 
-def run(config, params, images):
+PARAMS = tiny.variables(CONFIG, gain=3.0)['params']
+IMAGES = tiny.images(size=16)
+
+
+def run(config):
   """Returns the output, and the gradient of a loss, compiled."""
 
   def loss(params):
-    output = config.build(train=True).apply({'params': params}, images)
+    output = config.build(train=True).apply({'params': params}, IMAGES)
     return jax.nn.logsumexp(output.logits_BV, axis=-1).sum(), output
 
-  (_, output), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+  (_, output), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(PARAMS)
   return output, grads
 
 
-@pytest.fixture(scope='module')
-def images():
-  return jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
-
-
-@pytest.fixture(scope='module')
-def dense(images):
-  """The dense model's config, parameters, output and gradients."""
-  config = ViTConfig(**SIZES, distilled=True)
-  init = jax.jit(config.build().init)
-  params = jax.tree.map(
-    lambda w: 3 * w,
-    nn.unbox(init(jax.random.key(0), images)['params']),
-  )
-  return config, params, *run(config, params, images)
-
-
 @pytest.mark.slow
-def test_a_model_that_merges(dense, images):
-  config, params, want, _ = dense
-  merging = dataclasses.replace(config, reduction=ToMe(r=3))
-  output, grads = run(merging, params, images)
-  assert merging.dense_twin() == config
+def test_a_model_that_merges():
+  merging = dataclasses.replace(CONFIG, reduction=ToMe(r=3))
+  output, grads = run(merging)
+  assert merging.dense_twin() == CONFIG
   assert merging.tokens_per_block() == (18, 15, 12)
   assert output.features_BLD.shape == (2, 9, 16)
+  want, _ = run(CONFIG)
   assert float(jnp.abs(output.logits_BV - want.logits_BV).max()) > 1e-3
   grads = trees.flatten(grads)
   for name, grad in grads.items():
@@ -126,26 +107,23 @@ def test_a_model_that_merges(dense, images):
     assert set(row_L) == set(range(9))
   # Rematerialised it is the same.
   remat = dataclasses.replace(merging, remat='full')
-  same, same_grads = run(remat, params, images)
+  same, same_grads = run(remat)
   np.testing.assert_allclose(same.logits_BV, output.logits_BV, atol=1e-3)
   for name, got in trees.flatten(same_grads).items():
     np.testing.assert_allclose(got, grads[name], 2e-3, 2e-3, err_msg=name)
 
 
-def test_equal_tokens_count_as_often_as_they_were(dense, images):
+def test_equal_tokens_count_as_often_as_they_were():
   """Proportional attention: merging what is equal changes nothing.
 
   Without positions all patches of one colour are equal tokens.
   """
-  config, params, *_ = dense
-  # As they were drawn: attention that is as good as certain counts nothing.
-  params = jax.tree.map(lambda w: w / 3, params)
-  params = params | {'position': 0 * params['position']}
-  images = jnp.ones_like(images) * images[:, :1, :1]
-  merging = dataclasses.replace(config, reduction=ToMe(r=4))
+  params = tiny.variables(CONFIG)['params']
+  params['position'] *= 0
+  images = jnp.ones_like(IMAGES) * IMAGES[:, :1, :1]
   want, got = (
-    jax.jit(c.build().apply)({'params': params}, images)
-    for c in (config, merging)
+    tiny.apply(config, {'params': params}, images)
+    for config in (CONFIG, dataclasses.replace(CONFIG, reduction=ToMe(r=4)))
   )
   assert got.features_BLD.shape[1] < want.features_BLD.shape[1]
   np.testing.assert_allclose(got.logits_BV, want.logits_BV, atol=1e-4)
@@ -155,15 +133,13 @@ def test_equal_tokens_count_as_often_as_they_were(dense, images):
 
 
 @pytest.mark.slow
-def test_inattentive_patches_are_fused(dense, images):
+def test_inattentive_patches_are_fused():
   rng = np.random.default_rng(0)
   x_BLD = rng.normal(size=(3, 12, 4)).astype(np.float32)
   weight_BL = rng.dirichlet(np.ones(12), 3).astype(np.float32)
   kind = EViT(stages=(0,), keep=0.45)
   assert kind.counts(1, 12, 2) == (4,)  # 5 of 10 patches stay, 5 become 1.
-  got = kind.run(
-    *map(jnp.asarray, (x_BLD,)), None, jnp.asarray(weight_BL), 4, 2
-  )
+  got = kind.run(jnp.array(x_BLD), None, jnp.array(weight_BL), 4, 2)
   for b in range(3):
     best = 2 + np.sort(np.argsort(-weight_BL[b, 2:])[:5])
     rest = np.setdiff1d(np.arange(2, 12), best)
@@ -174,9 +150,8 @@ def test_inattentive_patches_are_fused(dense, images):
     np.testing.assert_array_equal(places, np.arange(7))
     np.testing.assert_array_equal(got.place_BL[b, rest], 7)
   # In a model: 16 patches, 8 and the fused one, 5 and the fused one.
-  config, params, *_ = dense
-  fusing = dataclasses.replace(config, reduction=EViT(stages=(0, 2), keep=0.5))
-  output, grads = run(fusing, params, images)
+  fusing = dataclasses.replace(CONFIG, reduction=EViT(stages=(0, 2), keep=0.5))
+  output, grads = run(fusing)
   assert fusing.tokens_per_block() == (18, 11, 11)
   assert output.features_BLD.shape == (2, 8, 16)
   assert list(output.places) == ['block_0', 'block_2']

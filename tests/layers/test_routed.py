@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import re
 
+import blocks
+from blocks import BLOCK
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -31,17 +33,13 @@ STRIDE = MoDConfig(capacity=CAPACITY, score='stride')
 GAUSSIAN = MoDConfig(capacity=CAPACITY, score='gaussian')
 RULES = ('router', 'predictor', 'threshold', 'fixed')
 
+X_BLD = jax.random.normal(jax.random.key(1), (B, L, D))
+INFO = blocks.info(B, L)
 # Left padding, right padding, and a hole between prompt and continuation.
-VALID_BL = (
-  np.array(
-    [
-      [0, 0, 0, 1, 1, 1, 1, 1, 1, 1],
-      [1, 1, 1, 1, 1, 0, 0, 0, 0, 0],
-      [1, 1, 1, 0, 0, 1, 1, 1, 1, 1],
-    ]
-  )
-  > 0
-)
+HOLES = ['0001111111', '1111100000', '1110011111']
+VALID_BL = np.array([list(row) for row in HOLES]) == '1'
+POSITION_BL = jnp.array(np.maximum(np.cumsum(VALID_BL, axis=-1) - 1, 0))
+PADDED = TokenInfo(POSITION_BL, jnp.array(VALID_BL))
 
 
 def config_of(rule):
@@ -54,158 +52,113 @@ def given(params, threshold=THRESHOLD):
   return {'params': params, 'moving': {'threshold': moving}}
 
 
+def module(config=LEARNED, capacity=CAPACITY, **mode):
+  layer = LayerConfig(block=BLOCK, routing=config, capacity=capacity)
+  return Layer(layer, Mode(routing=RoutingMode(**mode)))
+
+
+PARAMS = tiny.drawn(
+  nn.unbox(jax.eval_shape(module().init, jax.random.key(0), X_BLD, INFO))
+)['params']
+SCORE_BL = np.asarray(X_BLD @ PARAMS['router']['kernel'])
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def apply(module, params, x_BLD, info, threshold=THRESHOLD, rngs=None):
-  """Returns the features after the layer, and what was routed."""
-  done = module.apply(given(params, threshold), x_BLD, info, rngs=rngs)
+def apply(module, x_BLD, info, params):
+  done = module.apply(given(params), x_BLD, info)
   return done.x_BLD, done.aux['router']
 
 
-@pytest.fixture(scope='module')
-def module(block_config):
-  """Returns a routed layer of these tests' size."""
-
-  def make(config=LEARNED, capacity=CAPACITY, **mode):
-    layer = LayerConfig(block=block_config, routing=config, capacity=capacity)
-    return Layer(layer, Mode(routing=RoutingMode(**mode)))
-
-  return make
+def run(*args, info=INFO, x_BLD=X_BLD, params=PARAMS, **kwargs):
+  """Returns the features after the layer, and what was routed."""
+  return apply(module(*args, **kwargs), x_BLD, info, params)
 
 
-@pytest.fixture(scope='module')
-def x_BLD():
-  return jax.random.normal(jax.random.key(1), (B, L, D))
-
-
-@pytest.fixture(scope='module')
-def info(token_info):
-  return token_info(np.broadcast_to(np.arange(L), (B, L)))
-
-
-@pytest.fixture(scope='module')
-def padded(token_info):
-  position_BL = np.maximum(np.cumsum(VALID_BL, axis=-1) - 1, 0)
-  return token_info(position_BL, jnp.array(VALID_BL))
-
-
-@pytest.fixture(scope='module')
-def params(module, x_BLD, info):
-  init = jax.jit(module().init)
-  params = nn.unbox(init(jax.random.key(0), x_BLD, info))['params']
-  # Scores of size one, not of size .02: errors then show.
-  params['router']['kernel'] = jax.random.normal(jax.random.key(2), (D,))
-  return params
-
-
-@pytest.fixture(scope='module')
-def score_BL(params, x_BLD):
-  return np.asarray(x_BLD @ params['router']['kernel'])
-
-
-@pytest.fixture(scope='module')
-def oracle(params, block_config, block_oracle):
-  """Returns what processes all tokens, and hides those that are not chosen."""
-
-  def run(x_BLD, info, chosen_BL, weight_BL):
-    update_BLD = block_oracle(
-      *(params, block_config, x_BLD, info.position_BL, chosen_BL),
-      info.segment_BL,
-    )
-    weight_BL = np.where(chosen_BL, weight_BL, 0)
-    return x_BLD + weight_BL[..., None] * update_BLD
-
-  return run
+def oracle(x_BLD, info, chosen_BL, weight_BL):
+  """Processes all tokens, and hides those that are not chosen."""
+  update_BLD = blocks.update(
+    *(PARAMS, BLOCK, x_BLD, info.position_BL, chosen_BL),
+    info.segment_BL,
+  )
+  weight_BL = np.where(chosen_BL, weight_BL, 0)
+  return x_BLD + weight_BL[..., None] * update_BLD
 
 
 class TestProcess:
   """Gathering the chosen ≡ processing all and hiding the others."""
 
   @pytest.mark.parametrize('rule', ['top_k', 'router', 'fixed'])
-  def test_equals_the_dense_masked_oracle(
-    self, module, params, oracle, x_BLD, info, score_BL, rule
-  ):
-    y_BLD, told = apply(module(config_of(rule), rule=rule), params, x_BLD, info)
+  def test_equals_the_dense_masked_oracle(self, rule):
+    y_BLD, told = run(config_of(rule), rule=rule)
     chosen_BL = np.asarray(told.chosen_BL)
     assert chosen_BL.any()
     assert not chosen_BL.all()
-    weight_BL = score_BL if rule != 'fixed' else 1
-    expected = oracle(x_BLD, info, chosen_BL, weight_BL)
+    weight_BL = SCORE_BL if rule != 'fixed' else 1
+    expected = oracle(X_BLD, INFO, chosen_BL, weight_BL)
     np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
-    np.testing.assert_array_equal(y_BLD[~chosen_BL], x_BLD[~chosen_BL])
+    np.testing.assert_array_equal(y_BLD[~chosen_BL], X_BLD[~chosen_BL])
 
-  def test_with_padding_and_segments(
-    self, module, params, oracle, x_BLD, padded, score_BL
-  ):
+  def test_with_padding_and_segments(self):
     segment_BL = np.where(np.arange(L) < 6, 1, 2) * np.ones((B, 1), int)
-    info = padded.replace(segment_BL=jnp.array(segment_BL))
-    y_BLD, told = apply(module(), params, x_BLD, info)
-    expected = oracle(x_BLD, info, told.chosen_BL, score_BL)
+    info = PADDED.replace(segment_BL=jnp.array(segment_BL))
+    y_BLD, told = run(info=info)
+    expected = oracle(X_BLD, info, told.chosen_BL, SCORE_BL)
     np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
 
   @pytest.mark.parametrize('part', ['attention', 'mlp'])
-  def test_half_a_block_is_routed(
-    self, module, params, block_config, block_oracle, x_BLD, padded, part
-  ):
+  def test_half_a_block_is_routed(self, part):
     """Each half by the oracle of a block whose other half adds nothing."""
 
     def half(other, name, x_BLD, seen_BL):
-      idle = {name: {'kernel': 0 * params[other][name]['kernel']}}
-      return block_oracle(
-        *(params | {other: params[other] | idle}, block_config, x_BLD),
-        *(padded.position_BL, seen_BL),
+      idle = {name: {'kernel': 0 * PARAMS[other][name]['kernel']}}
+      return blocks.update(
+        *(PARAMS | {other: PARAMS[other] | idle}, BLOCK, x_BLD),
+        *(PADDED.position_BL, seen_BL),
       )
 
-    routed = module(dataclasses.replace(LEARNED, part=part))
-    y_BLD, told = apply(routed, params, x_BLD, padded)
+    y_BLD, told = run(dataclasses.replace(LEARNED, part=part), info=PADDED)
     chosen_BL = np.asarray(told.chosen_BL)
     assert chosen_BL.any(axis=-1).all()
     weight_BL1 = np.where(chosen_BL, told.weight_BL, 0)[..., None]
     first, second, seen_BL = 1, weight_BL1, VALID_BL
     if part == 'attention':
       first, second, seen_BL = weight_BL1, 1, chosen_BL
-    middle_BLD = x_BLD + first * half('mlp', 'down', x_BLD, seen_BL)
+    middle_BLD = X_BLD + first * half('mlp', 'down', X_BLD, seen_BL)
     update_BLD = half('attention', 'out', middle_BLD, VALID_BL)
     want_BLD = middle_BLD + second * update_BLD
-    scored_BLD = x_BLD if part == 'attention' else middle_BLD
-    score_BL = scored_BLD @ np.asarray(params['router']['kernel'])
+    scored_BLD = X_BLD if part == 'attention' else middle_BLD
+    score_BL = scored_BLD @ np.asarray(PARAMS['router']['kernel'])
     np.testing.assert_allclose(
       told.score_BL[VALID_BL], score_BL[VALID_BL], atol=1e-4
     )
     np.testing.assert_allclose(y_BLD[VALID_BL], want_BLD[VALID_BL], atol=1e-4)
 
   @pytest.mark.parametrize('gate', ['sigmoid', 'alpha_tanh'])
-  def test_the_gate_weighs_the_update(
-    self, module, params, oracle, x_BLD, info, score_BL, gate
-  ):
+  def test_the_gate_weighs_the_update(self, gate):
     config = dataclasses.replace(LEARNED, gate=gate, gate_alpha=3.0)
-    y_BLD, told = apply(module(config), params, x_BLD, info)
-    np.testing.assert_allclose(told.score_BL, score_BL, atol=1e-5)
-    weight_BL = routing.gate(gate, score_BL, 3.0)
+    y_BLD, told = run(config)
+    np.testing.assert_allclose(told.score_BL, SCORE_BL, atol=1e-5)
+    weight_BL = routing.gate(gate, SCORE_BL, 3.0)
     np.testing.assert_allclose(told.weight_BL, weight_BL, atol=1e-5)
-    expected = oracle(x_BLD, info, told.chosen_BL, weight_BL)
+    expected = oracle(X_BLD, INFO, told.chosen_BL, weight_BL)
     np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
 
 
 class TestSelection:
-  def test_a_padded_row_chooses_as_many_as_it_would_alone(
-    self, module, params, x_BLD, padded
-  ):
-    _, told = apply(module(), params, x_BLD, padded)
+  def test_a_padded_row_chooses_as_many_as_it_would_alone(self):
+    _, told = run(info=PADDED)
     assert not told.chosen_BL[~VALID_BL].any()
-    counts = [
-      routing.num_chosen(CAPACITY, int(n)) for n in VALID_BL.sum(axis=-1)
-    ]
-    assert counts == [2, 2, 3]
+    counts = [2, 2, 3]
+    lengths_B = VALID_BL.sum(axis=-1).tolist()
+    assert [routing.num_chosen(CAPACITY, n) for n in lengths_B] == counts
     assert told.chosen_BL.sum(axis=-1).tolist() == counts
     score_BL = np.where(told.chosen_BL, told.score_BL, np.inf)
     np.testing.assert_array_equal(told.kth_B, score_BL.min(axis=-1))
 
-  def test_rules_decide_by_what_they_were_trained_for(
-    self, module, params, x_BLD, info
-  ):
+  def test_rules_decide_by_what_they_were_trained_for(self):
     chosen = {}
     for rule in RULES:
-      _, told = apply(module(config_of(rule), rule=rule), params, x_BLD, info)
+      _, told = run(config_of(rule), rule=rule)
       chosen[rule] = np.asarray(told.chosen_BL)
       assert told.overflow_B.tolist() == [0] * B
       if rule != 'fixed':
@@ -216,77 +169,66 @@ class TestSelection:
     assert np.flatnonzero(chosen['fixed'][0]).tolist() == [0, 3, 5, 8]
     assert len({x.tobytes() for x in chosen.values()}) == 4
 
-  def test_drop_passes_by_the_latest_and_counts_them(
-    self, module, params, x_BLD, info
-  ):
-    wanted_BL = np.asarray(x_BLD @ params['router']['kernel']) > 0
-    routed = module(rule='router', overflow='drop', slack=1.0)
-    y_BLD, told = apply(routed, params, x_BLD, info)
+  def test_drop_passes_by_the_latest_and_counts_them(self):
+    wanted_BL = SCORE_BL > 0
+    y_BLD, told = run(rule='router', overflow='drop', slack=1.0)
     kept_BL = wanted_BL & (np.cumsum(wanted_BL, axis=-1) <= 4)
     assert (kept_BL != wanted_BL).any()
     np.testing.assert_array_equal(told.chosen_BL, kept_BL)
     np.testing.assert_array_equal(
       told.overflow_B, (wanted_BL & ~kept_BL).sum(axis=-1)
     )
-    np.testing.assert_array_equal(y_BLD[~kept_BL], x_BLD[~kept_BL])
-    assert (y_BLD[kept_BL] != x_BLD[kept_BL]).any(axis=-1).all()
+    np.testing.assert_array_equal(y_BLD[~kept_BL], X_BLD[~kept_BL])
+    assert (y_BLD[kept_BL] != X_BLD[kept_BL]).any(axis=-1).all()
 
 
-class TestDecoding:
-  @pytest.mark.parametrize(
-    ('mode', 'slots'),
-    [
-      ({'rule': 'top_k'}, 12),
-      ({'rule': 'router'}, 100),
-      ({'rule': 'router', 'overflow': 'drop'}, 16),
-      ({'rule': 'router', 'overflow': 'drop', 'slack': 1.0}, 13),
-      ({'rule': 'router', 'overflow': 'drop', 'slack': 50.0}, 100),
-    ],
-  )
-  def test_slots(self, mode, slots):
-    assert RoutingMode(**mode).slots(0.125, 100) == slots
+@pytest.mark.parametrize(
+  ('mode', 'slots'),
+  [
+    ({'rule': 'top_k'}, 12),
+    ({'rule': 'router'}, 100),
+    ({'rule': 'router', 'overflow': 'drop'}, 16),
+    ({'rule': 'router', 'overflow': 'drop', 'slack': 50.0}, 100),
+  ],
+)
+def test_slots(mode, slots):
+  assert RoutingMode(**mode).slots(0.125, 100) == slots
 
 
 class TestGradients:
   @pytest.mark.parametrize('gate', ['raw', 'sigmoid'])
-  def test_the_router_learns_through_the_gate_of_the_chosen(
-    self, module, params, oracle, x_BLD, info, gate
-  ):
+  def test_the_router_learns_through_the_gate_of_the_chosen(self, gate):
     config = dataclasses.replace(LEARNED, gate=gate)
-    routed = module(config)
     weight_BLD = np.random.default_rng(0).normal(size=(B, L, D))
 
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def loss(kernel_D):
-      changed = params | {'router': {'kernel': kernel_D}}
-      done = routed.apply({'params': changed}, x_BLD, info)
+      changed = PARAMS | {'router': {'kernel': kernel_D}}
+      done = module(config).apply({'params': changed}, X_BLD, INFO)
       return jnp.sum(weight_BLD * done.x_BLD), done.aux['router']
 
-    kernel_D = params['router']['kernel']
+    kernel_D = PARAMS['router']['kernel']
     grad_D, told = loss(kernel_D)
     chosen_BL = np.asarray(told.chosen_BL)
-    update_BLD = oracle(x_BLD, info, chosen_BL, 1) - x_BLD
+    update_BLD = oracle(X_BLD, INFO, chosen_BL, 1) - X_BLD
     # d loss / d r of a chosen token is <weight, f(x)>; of others nothing.
     score_BL = np.asarray(told.score_BL, np.float64)
     slope_BL = np.ones((B, L))
     if gate == 'sigmoid':
       slope_BL = np.exp(-score_BL) / (1 + np.exp(-score_BL)) ** 2
     by_score_BL = chosen_BL * slope_BL * (weight_BLD * update_BLD).sum(-1)
-    expected = np.einsum('bl,bld->d', by_score_BL, np.asarray(x_BLD))
+    expected = np.einsum('bl,bld->d', by_score_BL, np.asarray(X_BLD))
     np.testing.assert_allclose(grad_D, expected, atol=1e-4, rtol=1e-4)
 
-  def test_an_unchosen_token_passes_its_gradient_unchanged(
-    self, module, params, x_BLD, padded
-  ):
-    routed = module()
+  def test_an_unchosen_token_passes_its_gradient_unchanged(self):
     weight_BLD = jax.random.normal(jax.random.key(5), (B, L, D))
 
     def loss(x_BLD):
-      done = routed.apply({'params': params}, x_BLD, padded)
+      done = module().apply({'params': PARAMS}, x_BLD, PADDED)
       return jnp.sum(weight_BLD * done.x_BLD), done.aux['router']
 
-    grad_BLD, told = jax.jit(jax.grad(loss, has_aux=True))(x_BLD)
+    grad_BLD, told = jax.jit(jax.grad(loss, has_aux=True))(X_BLD)
     chosen_BL = np.asarray(told.chosen_BL)
     np.testing.assert_array_equal(grad_BLD[~chosen_BL], weight_BLD[~chosen_BL])
     changed = (grad_BLD[chosen_BL] != weight_BLD[chosen_BL]).any(axis=-1)
@@ -356,19 +298,17 @@ class TestCombine:
   """The other forms in which a block's result meets the residual stream."""
 
   @pytest.mark.parametrize('combine', ['weigh_bypass', 'replace'])
-  def test_equals_the_oracle(
-    self, module, params, oracle, x_BLD, padded, combine
-  ):
+  def test_equals_the_oracle(self, combine):
     config = MoDConfig(capacity=CAPACITY, gate='sigmoid', combine=combine)
-    y_BLD, told = apply(module(config), params, x_BLD, padded)
+    y_BLD, told = run(config, info=PADDED)
     chosen_BL = np.asarray(told.chosen_BL)
-    expected = oracle(x_BLD, padded, chosen_BL, told.weight_BL)
+    expected = oracle(X_BLD, PADDED, chosen_BL, told.weight_BL)
     # What the weight also falls on, other than the update.
     if combine == 'weigh_bypass':
       factor_BL = np.where(chosen_BL, 0, -told.weight_BL)
     else:
       factor_BL = np.where(chosen_BL, told.weight_BL - 1, 0)
-    expected += factor_BL[..., None] * x_BLD
+    expected += factor_BL[..., None] * X_BLD
     np.testing.assert_allclose(y_BLD[VALID_BL], expected[VALID_BL], atol=1e-4)
 
   def test_a_token_that_is_no_candidate_is_not_weighed_away(self):
@@ -393,28 +333,24 @@ class TestCombine:
 
 
 class TestTokenChoice:
-  def test_metrics_say_what_wanted_in_and_what_was_dropped(
-    self, module, params, x_BLD, padded
-  ):
+  def test_metrics_say_what_wanted_in_and_what_was_dropped(self):
     config = MoDConfig(train_rule='router', balance_loss=0.1, router_loss=0.0)
     mode = {'rule': 'router', 'overflow': 'drop', 'slack': 1.0}
-    _, told = apply(module(config, 0.2, **mode), params, x_BLD, padded)
+    _, told = run(config, 0.2, **mode, info=PADDED)
     assert told.overflow_B.sum() > 0
     (_, (total, count)), found = plain.routing_losses(
-      config, [told], padded.valid_BL
+      config, [told], PADDED.valid_BL
     )
     loss = total / count
     wanted_BL = (np.asarray(told.score_BL) > 0) & VALID_BL
     assert found['router/wanted'] == (wanted_BL.sum(), VALID_BL.sum())
     assert found['router/dropped'] == (told.overflow_B.sum(), VALID_BL.sum())
-    total, count = losses.path_balance(told.score_BL, 0.2, padded.valid_BL)
+    total, count = losses.path_balance(told.score_BL, 0.2, PADDED.valid_BL)
     np.testing.assert_allclose(loss, 0.1 * total / count, rtol=1e-5)
 
 
 @pytest.mark.parametrize('kind', ['tokens', 'sequences', 'untrained', 'never'])
-def test_at_capacity_1_low_scores_skip_nothing(
-  kind, block_config, params, padded
-):
+def test_at_capacity_1_low_scores_skip_nothing(kind):
   """A warm-up begins so, and a model that was just routed is its dense twin."""
   tokens = MoDConfig(train_rule='router', balance_loss=0.1, router_loss=0.0)
   config, mode = {
@@ -423,9 +359,9 @@ def test_at_capacity_1_low_scores_skip_nothing(
     'untrained': (MoDConfig(), Mode(routing=RoutingMode(rule='router'))),
     'never': (MoDConfig(), Mode(routing=RoutingMode(rule='never'))),
   }[kind]
-  layer = LayerConfig(block=block_config, routing=config, capacity=1.0)
-  x_BLD = jnp.broadcast_to(-params['router']['kernel'], (B, L, D))
-  _, told = apply(Layer(layer, mode), params, x_BLD, padded)
+  layer = LayerConfig(block=BLOCK, routing=config, capacity=1.0)
+  x_BLD = jnp.broadcast_to(-PARAMS['router']['kernel'], (B, L, D))
+  _, told = apply(Layer(layer, mode), x_BLD, PADDED, PARAMS)
   assert (np.asarray(told.score_BL) < 0).all()
   expected_BL = VALID_BL & (kind != 'never')
   np.testing.assert_array_equal(told.chosen_BL, expected_BL)
@@ -440,26 +376,22 @@ class TestPerSequence:
     gate='sigmoid',
   )
 
-  def test_a_router_of_nan_is_not_passed_by(
-    self, module, params, x_BLD, padded
-  ):
-    kernel_D = params['router']['kernel'] * np.nan
-    broken = params | {'router': {'kernel': kernel_D}}
-    _, routed = apply(module(self.CONFIG), broken, x_BLD, padded)
-    np.testing.assert_array_equal(routed.chosen_BL, VALID_BL)
+  def test_a_router_of_nan_is_not_passed_by(self):
+    kernel_D = PARAMS['router']['kernel'] * np.nan
+    broken = PARAMS | {'router': {'kernel': kernel_D}}
+    _, told = run(self.CONFIG, params=broken, info=PADDED)
+    np.testing.assert_array_equal(told.chosen_BL, VALID_BL)
 
-  def test_a_sequence_enters_where_its_mean_score_is_above_zero(
-    self, module, params, oracle, x_BLD, padded
-  ):
+  def test_a_sequence_enters_where_its_mean_score_is_above_zero(self):
     # Of real tokens alone: with the padding, all rows would stay out.
-    kernel_D = params['router']['kernel']
-    far_BLD = -50 * kernel_D / jnp.sum(kernel_D**2)
+    kernel_D = PARAMS['router']['kernel']
+    one_D = kernel_D / jnp.sum(kernel_D**2)  # It adds 1 to a score.
     sign_B11 = jnp.array([1.0, -1.0, 1.0])[:, None, None]
-    x_BLD = x_BLD + sign_B11 * kernel_D / jnp.sum(kernel_D**2) * 2
-    x_BLD = jnp.where(VALID_BL[..., None], x_BLD, far_BLD)
+    near_BLD = X_BLD + 2 * sign_B11 * one_D
+    x_BLD = jnp.where(VALID_BL[..., None], near_BLD, -50 * one_D)
     # In a loop over the rows that enter, and by hiding the others.
-    y_BLD, told = apply(module(self.CONFIG), params, x_BLD, padded)
-    hidden_BLD, _ = apply(module(self.CONFIG, chunk=0), params, x_BLD, padded)
+    y_BLD, told = run(self.CONFIG, info=PADDED, x_BLD=x_BLD)
+    hidden_BLD, _ = run(self.CONFIG, chunk=0, info=PADDED, x_BLD=x_BLD)
     np.testing.assert_allclose(y_BLD, hidden_BLD, atol=1e-5)
     score_BL = np.asarray(x_BLD @ kernel_D)
     assert (score_BL.mean(axis=-1) < 0).all()
@@ -469,7 +401,7 @@ class TestPerSequence:
     assert enters_B1.ravel().tolist() == [True, False, True]
     np.testing.assert_array_equal(told.chosen_BL, enters_B1 & VALID_BL)
     weight_B1 = np.where(enters_B1, 1 / (1 + np.exp(-mean_B1)), 0)
-    expected = oracle(x_BLD, padded, VALID_BL, weight_B1)
+    expected = oracle(x_BLD, PADDED, VALID_BL, weight_B1)
     np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
 
   def test_evaluation_tells_what_experts_chose(self):
@@ -480,13 +412,11 @@ class TestPerSequence:
     output = jax.eval_shape(run, tiny.shapes(config), tiny.tokens())
     assert len(output.experts) == 2
 
-  def test_evaluation_computes_nothing_for_rows_that_stay_out(
-    self, module, params, x_BLD, padded, equations
-  ):
+  def test_evaluation_computes_nothing_for_rows_that_stay_out(self, equations):
     def products(routed):
       """Returns how many there are inside of loops, and outside."""
-      run = functools.partial(routed.apply, {'params': params})
-      jaxpr = jax.make_jaxpr(run)(x_BLD, padded).jaxpr
+      run = functools.partial(routed.apply, {'params': PARAMS})
+      jaxpr = jax.make_jaxpr(run)(X_BLD, PADDED).jaxpr
       loops = [e for e in equations(jaxpr) if e.primitive.name == 'while']
       inside = sum(
         e.primitive.name == 'dot_general'
@@ -500,23 +430,18 @@ class TestPerSequence:
     assert inside == 0 < outside
     assert products(module(self.CONFIG)) == (outside, 0)
 
-  def test_a_row_of_padding_spoils_no_gradient(
-    self, block_config, params, x_BLD, padded
-  ):
-    info = padded.replace(valid_BL=padded.valid_BL.at[1].set(False))
-    layer = LayerConfig(
-      block=block_config, routing=self.CONFIG, capacity=CAPACITY
-    )
-    routed = Layer(layer, Mode(train=True))
+  def test_a_row_of_padding_spoils_no_gradient(self):
+    info = PADDED.replace(valid_BL=PADDED.valid_BL.at[1].set(False))
+    train = module(self.CONFIG).clone(mode=Mode(train=True))
 
     def loss(params):
-      done = routed.apply({'params': params}, x_BLD, info)
+      done = train.apply({'params': params}, X_BLD, info)
       extra, _ = plain.routing_losses(
         self.CONFIG, [done.aux['router']], info.valid_BL
       )
       return jnp.sum(done.x_BLD**2) + sums.sum_of_means(extra)
 
-    grads = jax.jit(jax.grad(loss))(params)
+    grads = jax.jit(jax.grad(loss))(PARAMS)
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(grads))
     assert grads['router']['kernel'].any()
 
@@ -554,11 +479,9 @@ class TestConfigs:
     ('config', 'capacities'),
     [
       ({}, (None, 0.125, None, 0.125, None)),
-      ({'offset': 0}, (0.125, None, 0.125, None, 0.125)),
       ({'period': 1, 'offset': 0}, (0.125,) * 5),
       ({'period': 3, 'offset': 2}, (None, None, 0.125, None, None)),
       ({'capacity': (0.5, 0.25)}, (None, 0.5, None, 0.25, None)),
-      ({'capacity_floor': 0.75}, (None, 0.75, None, 0.75, None)),
       (
         {'capacity': (0.5, 0.25), 'capacity_floor': 0.3},
         (None, 0.5, None, 0.3, None),
@@ -588,9 +511,9 @@ class TestConfigs:
     assert [c is None for c in got] == [c is None for c in capacities]
     assert [c for c in got if c] == pytest.approx([c for c in capacities if c])
 
-  def test_flops_count_all_slots_and_a_router_that_learns(self, block_config):
+  def test_flops_count_all_slots_and_a_router_that_learns(self):
     layer = LayerConfig(
-      block=block_config, routing=MoDConfig(router_width=3), capacity=0.125
+      block=BLOCK, routing=MoDConfig(router_width=3), capacity=0.125
     )
     assert layer.flops(64)['router'] == 2 * 64 * (D * 3 + 3)
     tokens = MoDConfig(
@@ -601,26 +524,19 @@ class TestConfigs:
     for control in (STRIDE, GAUSSIAN):
       control = dataclasses.replace(control, predictor_width=4)
       fixed = dataclasses.replace(layer, routing=control)
-      assert fixed.flops(64) == block_config.flops(8)
+      assert fixed.flops(64) == BLOCK.flops(8)
 
 
 class TestMovingThreshold:
   """The moving average of the k-th best score is a variable of the layer."""
 
-  def test_moves_where_it_is_mutable_and_is_used_as_it_was(
-    self, module, params, x_BLD, info
-  ):
-    routed = module(rule='threshold')
-
-    @jax.jit
-    def step(variables):
-      return routed.apply(variables, x_BLD, info, mutable=['moving'])
-
-    done, changed = step(given(params))
+  def test_moves_where_it_is_mutable_and_is_used_as_it_was(self):
+    step = functools.partial(module(rule='threshold').apply, mutable=['moving'])
+    done, changed = jax.jit(step)(given(PARAMS), X_BLD, INFO)
     told = done.aux['router']
     # This call still chose by the average before it.
     np.testing.assert_array_equal(told.chosen_BL, told.score_BL >= THRESHOLD)
-    before = given(params)['moving']['threshold']
+    before = given(PARAMS)['moving']['threshold']
     after = changed['moving']['threshold']
     want = before.update(told.kth_B.mean(), LEARNED.threshold_decay)
     np.testing.assert_allclose(after.total, want.total, rtol=1e-6)

@@ -8,15 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 from mod_jax import losses, parallel
 from mod_jax.layers import dense
-
-
-def _log_softmax(logits):
-  logits = logits.astype(np.float64)
-  logits = logits - logits.max(axis=-1, keepdims=True)
-  return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
 def _inputs(seed, batch=4, length=6, vocab=5):
@@ -37,10 +32,9 @@ class TestNextTokenLoss:
   def test_is_the_weighted_negative_log_probability(self):
     logits_BLV, targets_BL, weights_BL = _inputs(0)
     total, weight = losses.next_token_loss(logits_BLV, targets_BL, weights_BL)
-    log_prob_BLV = _log_softmax(logits_BLV)
-    want = 0.0
-    for b, i in np.ndindex(targets_BL.shape):
-      want -= weights_BL[b, i] * log_prob_BLV[b, i, targets_BL[b, i]]
+    log_prob_BLV = scipy.special.log_softmax(np.float64(logits_BLV), axis=-1)
+    told_BL1 = np.take_along_axis(log_prob_BLV, targets_BL[..., None], -1)
+    want = -(weights_BL * told_BL1[..., 0]).sum()
     np.testing.assert_allclose(total, want, rtol=1e-5)
     np.testing.assert_allclose(weight, weights_BL.sum(), rtol=1e-6)
 
@@ -192,65 +186,41 @@ class TestPathBalance:
 
 
 class TestChoiceBce:
-  def _want(self, logit_BL, chosen_BL, valid_BL):
-    p_BL = 1 / (1 + np.exp(-logit_BL.astype(np.float64)))
-    nats_BL = -np.where(chosen_BL, np.log(p_BL), np.log1p(-p_BL))
-    return nats_BL[valid_BL].sum(), valid_BL.sum()
-
   @pytest.mark.parametrize('padded', [False, True])
   def test_is_the_binary_cross_entropy(self, padded):
     _, chosen_BL, valid_BL = _masks(0)
+    valid_BL = valid_BL if padded else None
     logit_BL = np.random.default_rng(1).normal(size=chosen_BL.shape) * 3
-    want = self._want(
-      logit_BL, chosen_BL, valid_BL if padded else np.ones_like(valid_BL)
-    )
-    got = losses.choice_bce(
-      jnp.asarray(logit_BL, jnp.float32),
-      chosen_BL,
-      valid_BL if padded else None,
-    )
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    p_BL = 1 / (1 + np.exp(-logit_BL))
+    nats_N = -np.log(np.where(chosen_BL, p_BL, 1 - p_BL))[valid_BL].ravel()
+    got = losses.choice_bce(jnp.float32(logit_BL), chosen_BL, valid_BL)
+    np.testing.assert_allclose(got, (nats_N.sum(), nats_N.size), rtol=1e-5)
 
   def test_no_gradient_passes_the_targets(self):
     _, chosen_BL, valid_BL = _masks(2)
     logit_BL = np.random.default_rng(3).normal(size=chosen_BL.shape)
     gradient = jax.grad(
-      lambda logit_BL, target_BL: losses.choice_bce(
-        logit_BL, target_BL, valid_BL
-      )[0],
-      argnums=(0, 1),
-    )(jnp.asarray(logit_BL, jnp.float32), chosen_BL.astype(np.float32))
+      lambda *args: losses.choice_bce(*args, valid_BL)[0], argnums=(0, 1)
+    )(jnp.float32(logit_BL), chosen_BL.astype(np.float32))
     want_BL = valid_BL * (1 / (1 + np.exp(-logit_BL)) - chosen_BL)
     np.testing.assert_allclose(gradient[0], want_BL, atol=1e-6)
     np.testing.assert_array_equal(gradient[1], 0)
 
 
 def _agreement(decided_BL, chosen_BL, valid_BL):
-  """The definitions, token by token, in Python."""
-  want = {
-    name: np.zeros(2)
-    for name in (
-      *('accuracy', 'precision', 'recall'),
-      *('count_error', 'routed', 'never_route'),
-    )
+  """The definitions, token by token and row by row."""
+  decided_N, chosen_N = decided_BL[valid_BL], chosen_BL[valid_BL]
+  right_N = decided_N == chosen_N
+  rows = zip(decided_BL, chosen_BL, valid_BL, strict=True)
+  errors = [abs(int(d[v].sum()) - int(c[v].sum())) for d, c, v in rows]
+  return {
+    'accuracy': (right_N.sum(), right_N.size),
+    'precision': (right_N[decided_N].sum(), decided_N.sum()),
+    'recall': (right_N[chosen_N].sum(), chosen_N.sum()),
+    'count_error': (sum(errors), chosen_N.sum()),
+    'routed': (decided_N.sum(), decided_N.size),
+    'never_route': ((~chosen_N).sum(), chosen_N.size),
   }
-  for decided_L, chosen_L, valid_L in zip(
-    decided_BL, chosen_BL, valid_BL, strict=True
-  ):
-    rows = list(zip(decided_L, chosen_L, valid_L, strict=True))
-    rows = [(bool(d), bool(c)) for d, c, v in rows if v]
-    for decided, chosen in rows:
-      want['accuracy'] += (decided == chosen, 1)
-      want['never_route'] += (not chosen, 1)
-      want['routed'] += (decided, 1)
-      if decided:
-        want['precision'] += (chosen, 1)
-      if chosen:
-        want['recall'] += (decided, 1)
-    num_decided = sum(d for d, _ in rows)
-    num_chosen = sum(c for _, c in rows)
-    want['count_error'] += (abs(num_decided - num_chosen), num_chosen)
-  return want
 
 
 class TestChoiceAgreement:

@@ -10,18 +10,12 @@ import pytest
 
 from mod_jax import losses
 
-
-class compiled:
-  """The losses, each as one program."""
-
-  classification_loss = staticmethod(jax.jit(losses.classification_loss))
-  multi_label_loss = staticmethod(jax.jit(losses.multi_label_loss))
-  top_k_accuracy = staticmethod(
-    jax.jit(losses.top_k_accuracy, static_argnames='k')
-  )
-  logit_distillation = staticmethod(jax.jit(losses.logit_distillation))
-  token_distillation = staticmethod(jax.jit(losses.token_distillation))
-  ratio_loss = staticmethod(jax.jit(losses.ratio_loss, static_argnums=1))
+classification_loss = jax.jit(losses.classification_loss)
+multi_label_loss = jax.jit(losses.multi_label_loss)
+top_k_accuracy = jax.jit(losses.top_k_accuracy, static_argnames='k')
+logit_distillation = jax.jit(losses.logit_distillation)
+token_distillation = jax.jit(losses.token_distillation)
+ratio_loss = jax.jit(losses.ratio_loss, static_argnums=1)
 
 
 def test_equations_are_those_of_the_published_paper():
@@ -54,26 +48,24 @@ class TestMultiLabelLoss:
     probability = 1 / (1 + np.exp(-logits))
     true = -target * np.log(probability)
     false = -(1 - target) * np.log(1 - probability)
-    total, count = compiled.multi_label_loss(logits, target)
+    total, count = multi_label_loss(logits, target)
     np.testing.assert_allclose(total, (true + false).mean(-1).sum(), rtol=1e-5)
     assert count == 4
-    total, count = compiled.multi_label_loss(
-      logits, target, weight, class_weight
-    )
+    total, count = multi_label_loss(logits, target, weight, class_weight)
     nats = (class_weight * true + false).mean(-1)
     np.testing.assert_allclose(total, (weight * nats).sum(), rtol=1e-5)
     assert count == 3
 
   def test_is_finite_where_probabilities_round_to_0_or_1(self):
     logits = np.array([[200.0, -200.0], [-200.0, 200.0]])
-    total, _ = compiled.multi_label_loss(logits, np.array([[1, 0], [1, 0]]))
+    total, _ = multi_label_loss(logits, np.array([[1, 0], [1, 0]]))
     np.testing.assert_allclose(total, 200, rtol=1e-6)
 
 
 class TestClassificationLoss:
   def test_is_the_cross_entropy_with_soft_targets(self, rng):
     logits, target = rng.normal(size=(5, 4)), softmax(rng.normal(size=(5, 4)))
-    total, count = compiled.classification_loss(logits, target)
+    total, count = classification_loss(logits, target)
     want = -(target * np.log(softmax(logits))).sum()
     np.testing.assert_allclose(total, want, rtol=1e-5)
     assert count == 5
@@ -81,7 +73,7 @@ class TestClassificationLoss:
   def test_class_weights_give_a_weighted_mean(self, rng):
     logits, label = rng.normal(size=(5, 3)), np.array([0, 1, 2, 1, 0])
     class_weight, weight = np.array([3.0, 0.5, 1.0]), np.array([1, 1, 1, 1, 0])
-    total, count = compiled.classification_loss(
+    total, count = classification_loss(
       logits, np.eye(3)[label], weight, class_weight
     )
     nats = -np.log(softmax(logits))[np.arange(5), label]
@@ -90,28 +82,14 @@ class TestClassificationLoss:
     np.testing.assert_allclose(count, factor.sum(), rtol=1e-6)
     # Of mixed pictures, each class counts by its part.
     target = softmax(rng.normal(size=(5, 3)))
-    total, count = compiled.classification_loss(
-      logits, target, None, class_weight
-    )
+    total, count = classification_loss(logits, target, None, class_weight)
     terms = -class_weight * target * np.log(softmax(logits))
     np.testing.assert_allclose(total, terms.sum(), rtol=1e-5)
     np.testing.assert_allclose(count, (class_weight * target).sum(), rtol=1e-5)
 
-  def test_ignores_images_that_pad_a_batch(self, rng):
-    logits, target = rng.normal(size=(5, 4)), np.eye(4)[[0, 1, 2, 3, 0]]
-    weight = np.array([1, 1, 0, 1, 0])
-    total, count = compiled.classification_loss(logits, target, weight)
-    alone, _ = compiled.classification_loss(
-      logits[weight > 0], target[weight > 0]
-    )
-    np.testing.assert_allclose(total, alone, rtol=1e-5)
-    assert count == 3
-
   def test_is_float32_for_bfloat16_logits(self):
     logits = jnp.zeros((300, 3), jnp.bfloat16)
-    total, count = compiled.classification_loss(
-      logits, jnp.eye(3)[np.zeros(300, int)]
-    )
+    total, count = classification_loss(logits, jnp.eye(3)[np.zeros(300, int)])
     assert total.dtype == jnp.float32
     assert count == 300
     assert float(total) == pytest.approx(300 * np.log(3), rel=1e-5)
@@ -125,37 +103,28 @@ class TestClassificationLoss:
     np.testing.assert_allclose(grad, [[1.0, -1.0, 0.0]])
 
 
-class TestTopKAccuracy:
-  def right(self, logits, labels, k, weight=None):
-    total, count = compiled.top_k_accuracy(
-      jnp.array(logits), jnp.array(labels), k, weight
-    )
-    return float(total), float(count)
-
-  def test_counts_the_right_ones(self):
-    logits = [[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]
-    assert self.right(logits, [0, 1, 2], 1) == (1, 3)
-    assert self.right(logits, [0, 1, 2], 2) == (2, 3)
-    assert self.right(logits, [0, 1, 2], 3) == (3, 3)
-
-  def test_constant_logits_score_chance(self):
-    logits, labels = np.zeros((4, 4)), np.arange(4)
-    assert self.right(logits, labels, 1) == (1, 4)
-    assert self.right(logits, labels, 2) == (2, 4)
-
-  def test_nan_is_never_right(self):
-    logits = [[np.nan] * 3, [np.nan, 1.0, 0.0]]
-    assert self.right(logits, [0, 0], 3) == (0, 2)
-
-  def test_padding_counts_nothing(self):
-    logits = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]
-    assert self.right(logits, [0, 0, 0], 1, jnp.array([1, 0, 1])) == (1, 2)
+@pytest.mark.parametrize(
+  ('logits', 'labels', 'k', 'right'),
+  [
+    ([[3, 2, 1]] * 3, [0, 1, 2], 1, 1),
+    ([[3, 2, 1]] * 3, [0, 1, 2], 2, 2),
+    # Constant logits score chance, and those that are no number nothing.
+    ([[0, 0, 0, 0]] * 4, [0, 1, 2, 3], 2, 2),
+    ([[np.nan] * 3, [np.nan, 1, 0]], [0, 0], 3, 0),
+  ],
+)
+def test_top_k_accuracy(logits, labels, k, right):
+  logits, labels = jnp.float32(logits), jnp.array(labels)
+  assert top_k_accuracy(logits, labels, k) == (right, len(labels))
+  padded = jnp.zeros(len(labels)).at[0].set(1)
+  first, count = top_k_accuracy(logits, labels, k, padded)
+  assert (first, count) == (float(right > 0), 1)
 
 
 class TestLogitDistillation:
   def test_is_the_divergence_from_the_teacher(self, rng):
     student, teacher = rng.normal(size=(2, 5, 4))
-    total, count = compiled.logit_distillation(student, teacher)
+    total, count = logit_distillation(student, teacher)
     p, q = softmax(teacher), softmax(student)
     np.testing.assert_allclose(total, (p * np.log(p / q)).sum(), rtol=1e-5)
     # The other direction is another number.
@@ -185,11 +154,9 @@ class TestTokenDistillation:
   def test_is_a_mean_over_kept_patches_and_channels(self, rng):
     student, teacher = rng.normal(size=(2, 3, 5, 4))
     keep = rng.random((3, 5)) < 0.5
-    nothing = compiled.token_distillation(student, teacher, jnp.zeros((3, 5)))
+    nothing = token_distillation(student, teacher, jnp.zeros((3, 5)))
     assert [float(x) for x in nothing] == [0, 0]
-    total, count = compiled.token_distillation(
-      student, teacher, keep.astype(np.float32)
-    )
+    total, count = token_distillation(student, teacher, keep.astype(np.float32))
     want = ((student - teacher)[keep] ** 2).mean()
     np.testing.assert_allclose(total / count, want, rtol=1e-5)
     assert count == keep.sum()
@@ -210,7 +177,7 @@ class TestTokenDistillation:
     # Their difference, 2⁻¹⁰ above 1, is no bfloat16.
     student = jnp.full((1, 1, 2), 1.0, jnp.bfloat16)
     teacher = jnp.full((1, 1, 2), -(2.0**-10), jnp.bfloat16)
-    total, _ = compiled.token_distillation(student, teacher, jnp.ones((1, 1)))
+    total, _ = token_distillation(student, teacher, jnp.ones((1, 1)))
     assert float(total) == pytest.approx((1 + 2**-10) ** 2, abs=1e-7)
 
 
@@ -219,7 +186,7 @@ class TestRatioLoss:
     keep = np.zeros((2, 3, 10), np.float32)
     for (stage, row), kept in np.ndenumerate([[7, 10, 0], [4, 5, 0]]):
       keep[stage, row, :kept] = 1
-    total, count = compiled.ratio_loss(keep, (0.7, 0.5))
+    total, count = ratio_loss(keep, (0.7, 0.5))
     want = [(0 + 0.01) / 2, (0.09 + 0) / 2, (0.49 + 0.25) / 2]
     np.testing.assert_allclose(total, sum(want), rtol=1e-5)
     assert count == 3

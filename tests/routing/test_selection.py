@@ -120,13 +120,6 @@ class TestMoves:
       mark_tokens(selection, LENGTH), decided_BL & first
     )
 
-  def test_marking_without_empty_slots(self):
-    selection = routing.Selection(jnp.array([[0, 3], [1, 2]]))
-    assert routing.mark_tokens(selection, 4).tolist() == [
-      [True, False, False, True],
-      [False, True, True, False],
-    ]
-
   @pytest.mark.parametrize(
     ('trailing', 'dtype'), [((), jnp.float32), ((2, 3), jnp.bfloat16)]
   )

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from mod_jax.layers import block as block_lib
 from mod_jax.layers.attention import AttentionConfig
@@ -13,38 +12,25 @@ from mod_jax.layers.token_info import TokenInfo
 THETA = 100.0
 
 
-@pytest.fixture(scope='session')
-def block_config():
-  """A tiny block: 4 query heads that share 2 key heads."""
-  return block_lib.BlockConfig(
-    attention=AttentionConfig(
-      width=8, num_heads=4, num_kv_heads=2, head_dim=4, rope_theta=THETA
-    ),
-    mlp=MLPConfig(width=8, hidden=6),
-  )
+# A tiny block: 4 query heads that share 2 key heads.
+BLOCK = block_lib.BlockConfig(
+  attention=AttentionConfig(
+    width=8, num_heads=4, num_kv_heads=2, head_dim=4, rope_theta=THETA
+  ),
+  mlp=MLPConfig(width=8, hidden=6),
+)
 
 
-@pytest.fixture(scope='session')
-def token_info():
-  """Returns what makes a TokenInfo."""
-
-  def make(position_BL, valid_BL=None, segment_BL=None):
-    return TokenInfo(jnp.asarray(position_BL), valid_BL, segment_BL)
-
-  return make
+def info(batch, length):
+  """Returns what a block is told of rows without padding."""
+  return TokenInfo(jnp.broadcast_to(jnp.arange(length), (batch, length)))
 
 
-@pytest.fixture(scope='session')
-def block_oracle():
-  """Returns a function that computes a block's update of every token.
+def update(params, config, x_BLD, position_BL, kept_BL, segment_BL=None):
+  """Returns a block's update of every token: slow, plain, in float64.
 
-  All tokens are processed, and a mask hides the keys that are not `kept_BL`;
-  slow, plain, in float64.
+  All tokens are processed, and a mask hides the keys that are not `kept_BL`.
   """
-  return _update
-
-
-def _update(params, config, x_BLD, position_BL, kept_BL, segment_BL=None):
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   x_BLD, position_BL = np.asarray(x_BLD, np.float64), np.asarray(position_BL)
   length = x_BLD.shape[1]
