@@ -42,23 +42,19 @@ def choices(output):
   return stack.collect(output.aux, 'adaptive')
 
 
-@pytest.fixture(scope='module')
-def removed():
-  """What inference does: patches are gone."""
-  return run(CONFIG)
-
-
 def masked(keep_SBN):
   """What training does, by given decisions."""
   return run(CONFIG, jnp.asarray(keep_SBN))
 
 
-class TestMaskedIsRemoved:
-  @pytest.fixture(scope='class')
-  @staticmethod
-  def both(removed):
-    return removed, masked(removed.keep_SBN)
+@functools.cache
+def both():
+  """What inference does, where patches are gone; and the same by masks."""
+  removed = run(CONFIG)
+  return removed, masked(removed.keep_SBN)
 
+
+class TestMaskedIsRemoved:
   @staticmethod
   def in_place(value_BK, index_BK):
     """Returns values at their tokens' places, 0 elsewhere."""
@@ -71,14 +67,14 @@ class TestMaskedIsRemoved:
     return np.stack([np.flatnonzero(keep_L) for keep_L in keep_BL])
 
   @pytest.mark.slow
-  def test_predictions(self, both):
-    removed, masked = both
+  def test_predictions(self):
+    removed, masked = both()
     np.testing.assert_allclose(removed.logits_BV, masked.logits_BV, atol=1e-4)
     every = run(CONFIG, jnp.ones((1, B, N)))
     assert jnp.abs(every.logits_BV - removed.logits_BV).max() > 1e-2
 
-  def test_a_mod_scores_and_chooses_among_what_is_left(self, both):
-    removed, masked = both
+  def test_a_mod_scores_and_chooses_among_what_is_left(self):
+    removed, masked = both()
     (few,), (many,) = removed.routing, masked.routing
     assert few.chosen_BL.shape == (B, LEFT)
     index_BK = self.left(removed)
@@ -90,14 +86,13 @@ class TestMaskedIsRemoved:
     )
     np.testing.assert_allclose(many.score_BL.sum(axis=-1), 1, rtol=1e-5)
 
-  def test_gates_choose_alike_and_the_same_tokens_count(self, both):
-    removed, masked = map(choices, both)
+  def test_gates_choose_alike_and_the_same_tokens_count(self):
+    removed, masked = map(choices, both())
     assert removed.keys() == {'block_0/mlp', 'block_1/mlp'}
     for name, few in removed.items():
       many = masked[name]
-      index_BL = many.index_BL
-      if index_BL is None:
-        index_BL = jnp.tile(jnp.arange(1 + N), (B, 1))
+      everywhere_BL = jnp.tile(jnp.arange(1 + N), (B, 1))
+      index_BL = everywhere_BL if many.index_BL is None else many.index_BL
       counted_BL = self.in_place(many.valid_BL.astype(int), index_BL)
       ones_BK = jnp.ones_like(few.index_BL)
       np.testing.assert_array_equal(

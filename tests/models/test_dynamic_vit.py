@@ -45,14 +45,12 @@ def shallow(score, backbone=SHALLOW):
   )
 
 
-@pytest.fixture(scope='module')
-def variables():
-  return init(CONFIG)
+VARIABLES = init(CONFIG)
 
 
-@pytest.fixture(scope='module')
-def pruned(variables):
-  return tiny.apply(CONFIG, variables, IMAGES)
+@functools.cache
+def pruned():
+  return tiny.apply(CONFIG, VARIABLES, IMAGES)
 
 
 # With a second token before the patches, which is no patch.
@@ -61,21 +59,13 @@ DISTILLED = shallow(
 )
 
 
-@pytest.fixture(scope='module')
-def attended():
-  variables = init(DISTILLED)
-  return variables, *tiny.apply(
-    DISTILLED, variables, IMAGES, mutable='intermediates'
-  )
-
-
 GUMBEL = {'gumbel': jax.random.key(2)}
 
 
-@pytest.fixture(scope='module')
-def drawn(variables):
+@functools.cache
+def drawn():
   """What training does with decisions of its own."""
-  return tiny.apply(TRAINING, variables, IMAGES, rngs=GUMBEL)
+  return tiny.apply(TRAINING, VARIABLES, IMAGES, rngs=GUMBEL)
 
 
 def assert_agree(config, pruned, masked):
@@ -94,67 +84,59 @@ def assert_agree(config, pruned, masked):
 class TestMaskedIsPruned:
   """On the same kept set."""
 
-  def test_predicted(self, variables, pruned):
-    masked = tiny.apply(TRAINING, variables, IMAGES, pruned.keep_SBN)
+  def test_predicted(self):
+    masked = tiny.apply(TRAINING, VARIABLES, IMAGES, pruned().keep_SBN)
     assert masked.features_BLD.shape == (B, 1 + N, D)
-    assert_agree(CONFIG, pruned, masked)
+    assert_agree(CONFIG, pruned(), masked)
     np.testing.assert_allclose(
-      pruned.probability_SBN, masked.probability_SBN, atol=1e-5
+      pruned().probability_SBN, masked.probability_SBN, atol=1e-5
     )
-    every = tiny.apply(TRAINING, variables, IMAGES, EVERY_SBN)
-    apart_BV = jnp.abs(every.logits_BV - pruned.logits_BV)
+    every = tiny.apply(TRAINING, VARIABLES, IMAGES, EVERY_SBN)
+    apart_BV = jnp.abs(every.logits_BV - pruned().logits_BV)
     assert (apart_BV.max(axis=-1) > 0.1).all()
 
-  def test_keeping_all_is_the_backbone(self, variables):
-    every = tiny.apply(TRAINING, variables, IMAGES, EVERY_SBN)
-    want = tiny.apply(CONFIG.dense_twin(), variables, IMAGES)
+  def test_keeping_all_is_the_backbone(self):
+    every = tiny.apply(TRAINING, VARIABLES, IMAGES, EVERY_SBN)
+    want = tiny.apply(CONFIG.dense_twin(), VARIABLES, IMAGES)
     np.testing.assert_allclose(every.logits_BV, want.logits_BV, atol=1e-5)
     np.testing.assert_allclose(every.features_BLD, want.features_BLD, atol=1e-5)
 
-  def test_lv_vit(self):
-    config = shallow('predicted', LV)
+  @pytest.mark.parametrize('config', [shallow('predicted', LV), DISTILLED])
+  def test_of_other_backbones(self, config):
     variables = init(config)
     pruned = tiny.apply(config, variables, IMAGES)
     masked = tiny.apply(config, variables, IMAGES, pruned.keep_SBN)
     assert pruned.keep_SBN.sum(axis=-1).tolist() == [[6.0] * B]
+    assert masked.features_BLD.shape[1] == config.backbone.num_prefix + N
     assert_agree(config, pruned, masked)
-
-  def test_distilled_by_class_attention(self, attended):
-    variables, pruned, _ = attended
-    masked = tiny.apply(DISTILLED, variables, IMAGES, pruned.keep_SBN)
-    assert masked.features_BLD.shape == (B, 2 + N, D)
-    assert_agree(DISTILLED, pruned, masked)
 
 
 class TestPruned:
-  def test_keeps_so_many_and_ever_fewer(self, pruned):
+  def test_keeps_so_many_and_ever_fewer(self):
     assert CONFIG.kept == (11, 7)
-    keep_SBN = np.asarray(pruned.keep_SBN)
+    keep_SBN = np.asarray(pruned().keep_SBN)
     assert keep_SBN.sum(axis=-1).tolist() == [[11] * B, [7] * B]
     assert ((keep_SBN == 0) | (keep_SBN == 1)).all()
     # What was dropped stays dropped, and each image keeps its own.
     assert (keep_SBN[1] <= keep_SBN[0]).all()
     assert (keep_SBN[:, 0] != keep_SBN[:, 1]).any()
-    assert pruned.features_BLD.shape == (B, 1 + 7, D)
+    assert pruned().features_BLD.shape == (B, 1 + 7, D)
 
-  def test_keeps_the_likeliest(self, pruned):
-    probability_SBN = np.asarray(pruned.probability_SBN)
-    assert probability_SBN.shape == (2, B, N)
+  def test_keeps_the_likeliest(self):
     before_BN = np.ones((B, N), bool)
-    for probability_BN, keep_BN in zip(
-      probability_SBN, np.asarray(pruned.keep_SBN) > 0, strict=True
+    for p_BN, keep_BN in zip(
+      np.asarray(pruned().probability_SBN), pruned().keep_SBN > 0, strict=True
     ):
-      assert (probability_BN[before_BN] > 0).all()
-      assert (probability_BN[before_BN] < 1).all()
-      assert not probability_BN[~before_BN].any()
-      for p, keep, before in zip(
-        probability_BN, keep_BN, before_BN, strict=True
-      ):
-        assert p[keep].min() > p[before & ~keep].max()
-      before_BN = keep_BN
+      assert ((p_BN > 0) == before_BN).all()
+      assert (p_BN < 1).all()
+      for p_N, keep_N, before_N in zip(p_BN, keep_BN, before_BN, strict=True):
+        assert p_N[keep_N].min() > p_N[before_N & ~keep_N].max()
+      before_BN = np.asarray(keep_BN)
 
-  def test_the_class_attention_of_the_block_before(self, attended):
-    _, output, sown = attended
+  def test_the_class_attention_of_the_block_before(self):
+    output, sown = tiny.apply(
+      DISTILLED, init(DISTILLED), IMAGES, mutable='intermediates'
+    )
     heard = sown['intermediates']['block_0']['attention']
     weight = attention_map(heard['queries'][0], heard['keys'][0])
     score_BN = np.asarray(weight)[:, :, 0].mean(axis=1)[:, 2:]
@@ -211,19 +193,19 @@ class TestPruned:
 
 
 class TestDecisions:
-  def test_are_exact_and_multiply(self, drawn):
-    keep_SBN = np.asarray(drawn.keep_SBN)
+  def test_are_exact_and_multiply(self):
+    keep_SBN = np.asarray(drawn().keep_SBN)
     assert set(np.unique(keep_SBN)) == {0, 1}
     assert (keep_SBN[1] <= keep_SBN[0]).all()
     assert (keep_SBN[1] < keep_SBN[0]).any()
     # Masks, so that all tokens are there; and as many as chance has it.
-    assert drawn.features_BLD.shape == (B, 1 + N, D)
+    assert drawn().features_BLD.shape == (B, 1 + N, D)
     assert len(set(keep_SBN[0].sum(axis=-1).tolist())) > 1
 
-  def test_a_second_chance_is_none(self, variables):
+  def test_a_second_chance_is_none(self):
     rng = np.random.default_rng(5)
     decisions_SBN = (rng.random((2, B, N)) < 0.5).astype(np.float32)
-    output = tiny.apply(TRAINING, variables, IMAGES, jnp.array(decisions_SBN))
+    output = tiny.apply(TRAINING, VARIABLES, IMAGES, jnp.array(decisions_SBN))
     np.testing.assert_array_equal(
       output.keep_SBN, np.cumprod(decisions_SBN, axis=0)
     )
@@ -239,59 +221,30 @@ class TestDecisions:
       output.keep_SBN[0].mean(axis=0), p_N, atol=5 * 0.5 / 20
     )
 
-  def test_training_needs_its_stream(self, variables):
+  def test_training_needs_its_stream(self):
     with pytest.raises(flax_errors.InvalidRngError, match='gumbel'):
-      jax.eval_shape(CONFIG.build(train=True).apply, variables, IMAGES)
+      jax.eval_shape(CONFIG.build(train=True).apply, VARIABLES, IMAGES)
 
 
-TARGET_BV = np.eye(V)[:B]
+@functools.partial(jax.jit, static_argnums=0)
+def gradient(config, params, decisions_SBN=None):
+  """Returns a loss of all that training looks at, what is kept, gradients."""
 
-
-def _gradient(config):
-  """Returns a compiled function: the training loss, with a teacher's part."""
-
-  def loss(params, images, decisions_SBN, teacher):
+  def loss(params):
     output = config.build(train=True).apply(
-      {'params': params},
-      images,
-      decisions_SBN,
-      rngs=GUMBEL,
+      {'params': params}, IMAGES, decisions_SBN, rngs=GUMBEL
     )
-    logits_BV, features_BLD = teacher
-    prefix = config.backbone.num_prefix
-    pairs = (
-      losses.classification_loss(output.logits_BV, TARGET_BV),
-      losses.ratio_loss(output.keep_SBN, config.targets),
-      losses.logit_distillation(output.logits_BV, logits_BV),
-      losses.token_distillation(
-        output.features_BLD[:, prefix:],
-        features_BLD[:, prefix:],
-        output.keep_SBN[-1],
-      ),
-    )
-    weights = (1, 2, 0.5, 0.5)
-    terms = (
-      weight * total / jnp.maximum(count, 1)
-      for weight, (total, count) in zip(weights, pairs, strict=True)
-    )
-    return sum(terms), output.keep_SBN
+    left_BLD = output.features_BLD[:, 1:] * output.keep_SBN[-1][..., None]
+    total, _ = losses.ratio_loss(output.keep_SBN, config.targets)
+    total += (output.logits_BV**2).sum() + (left_BLD**2).sum()
+    return total, output.keep_SBN
 
-  return jax.jit(jax.value_and_grad(loss, has_aux=True))
+  (total, keep_SBN), grads = jax.value_and_grad(loss, has_aux=True)(params)
+  return total, keep_SBN, grads
 
 
-@pytest.fixture(scope='module')
-def teacher():
-  rng = np.random.default_rng(7)
-  return rng.normal(size=(B, V)), rng.normal(size=(B, 1 + N, D))
-
-
-@pytest.fixture(scope='module')
-def learning(teacher):
-  """Gradients where masks are drawn, at the extreme ratio of .1."""
-  config = dataclasses.replace(CONFIG, keep=0.1)
-  assert config.kept == (1, 1)
-  run = _gradient(config)
-  return lambda params: run(params, IMAGES, None, teacher)
+# Masks are drawn at an extreme ratio.
+TENTH = dataclasses.replace(CONFIG, keep=0.1)
 
 
 def _heads(params, bias):
@@ -305,34 +258,36 @@ def _heads(params, bias):
 
 
 class TestGradients:
-  """Through the whole loss of training; none is ever NaN."""
+  """Through all that training looks at; none is ever NaN."""
 
-  def test_reach_every_head(self, variables, learning):
-    (loss, keep_SBN), grads = learning(variables['params'])
+  def test_reach_every_head(self):
+    assert TENTH.kept == (1, 1)
+    total, keep_SBN, grads = gradient(TENTH, VARIABLES['params'])
     assert 0 < keep_SBN.mean() < 1
-    chex.assert_tree_all_finite((loss, grads))
+    chex.assert_tree_all_finite((total, grads))
     for name in ('prediction_0', 'prediction_1'):
       assert all(x.any() for x in jax.tree.leaves(grads[name]))
     assert grads['patch']['kernel'].any()
 
   @pytest.mark.parametrize('bias', [-1e4, 1e4])
-  def test_heads_that_are_sure(self, variables, learning, bias):
-    params = _heads(variables['params'], bias)
-    (loss, keep_SBN), grads = learning(params)
+  def test_heads_that_are_sure(self, bias):
+    params = _heads(VARIABLES['params'], bias)
+    total, keep_SBN, grads = gradient(TENTH, params)
     assert keep_SBN.mean() == (bias > 0)
-    chex.assert_tree_all_finite((loss, grads))
+    chex.assert_tree_all_finite((total, grads))
     assert grads['head']['kernel'].any()
 
   @pytest.mark.parametrize('left', ['none', 'one', 'none_at_last'])
-  def test_decisions_that_leave_nothing(self, variables, given, left):
+  def test_decisions_that_leave_nothing(self, left):
     decisions_SBN = np.zeros((2, B, N), np.float32)
     if left == 'one':
       decisions_SBN[:, np.arange(B), [0, 3, 15]] = 1
     if left == 'none_at_last':
       decisions_SBN[0] = 1
-    (loss, keep_SBN), grads = given(variables['params'], decisions_SBN)
+    params = VARIABLES['params']
+    total, keep_SBN, grads = gradient(CONFIG, params, decisions_SBN)
     np.testing.assert_array_equal(keep_SBN, decisions_SBN)
-    chex.assert_tree_all_finite((loss, grads))
+    chex.assert_tree_all_finite((total, grads))
     assert grads['class_token'].any()
 
   def test_lv_vit_s_largest_of_no_patches(self):
@@ -355,13 +310,6 @@ class TestGradients:
     assert grads[0]['head']['kernel'].any()
 
 
-@pytest.fixture(scope='module')
-def given(teacher):
-  """Gradients where decisions are given."""
-  run = _gradient(CONFIG)
-  return lambda params, decisions: run(params, IMAGES, decisions, teacher)
-
-
 class TestConfig:
   @pytest.mark.parametrize(
     ('size', 'kept'),
@@ -377,12 +325,6 @@ class TestConfig:
     for count in kept:
       tokens += [1 + count] * 3
     assert list(config.tokens_per_block()) == tokens
-
-  def test_a_fraction_for_each_stage(self):
-    config = dataclasses.replace(CONFIG, keep=(0.5, 0.25))
-    assert config.targets == (0.5, 0.25)
-    assert config.kept == (8, 4)
-    assert CONFIG.targets == pytest.approx((0.7, 0.49))
 
   def test_runs_at_another_resolution(self):
     backbone = dataclasses.replace(SHALLOW, image_size=12)

@@ -57,6 +57,9 @@ def test_logits_are_the_same(name, backend):
   np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+_MAP = re.compile(r'\b197x197x|x197x197')
+
+
 class TestLargeArrays:
   """On GPU and TPU, attention that scores keeps no map of it."""
 
@@ -68,75 +71,51 @@ class TestLargeArrays:
     routing=VisionRoutingConfig(capacity=0.5),
   )
 
+  ARGS = (tiny.shapes(MODEL), jax.ShapeDtypeStruct((2, 56, 56, 3), jnp.float32))
+
   def gradient(self, variables, image):
     def loss(variables):
       return self.MODEL.build().apply(variables, image).logits_BV.sum()
 
     return jax.grad(loss)(variables)
 
-  def arguments(self):
-    assert self.MODEL.num_tokens == 197
-    return (
-      tiny.shapes(self.MODEL),
-      jax.ShapeDtypeStruct((2, 56, 56, 3), jnp.float32),
-    )
-
-  def lower(self, platform):
-    traced = jax.jit(self.gradient).trace(*self.arguments())
-    return traced.lower(lowering_platforms=(platform,)).as_text()
-
   def test_of_amod_on_a_tpu(self):
-    assert _MAP.search(self.lower('cpu'))
-    text = self.lower('tpu')
+    assert self.MODEL.num_tokens == 197
+    assert _MAP.search(lowered('cpu', self.gradient, *self.ARGS))
+    text = lowered('tpu', self.gradient, *self.ARGS)
     assert 'tpu_custom_call' in text
     assert not _MAP.search(text)
 
   def test_of_amod_on_a_gpu(self, for_hopper):
-    text = for_hopper(self.gradient, *self.arguments())
+    text = for_hopper(self.gradient, *self.ARGS)
     assert 'triton_kernel_call' in text
     assert not _MAP.search(text)
 
 
-class TestProducts:
-  """Gated inference multiplies no token by all learners."""
+def lowered(platform, function, *args):
+  traced = jax.jit(function).trace(*args)
+  return traced.lower(lowering_platforms=(platform,)).as_text()
 
-  def products(self, lower, **kwargs):
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu', 'gpu'])
+def test_gated_inference_multiplies_no_token_by_all_learners(platform, request):
+  model = MODELS['acm']
+  lower = functools.partial(lowered, platform)
+  if platform == 'gpu':
+    lower = request.getfixturevalue('for_hopper')
+
+  def products(**kwargs):
     """Returns the numbers of elements that matrix products result in."""
-    model = MODELS['acm']
-    image = jax.ShapeDtypeStruct((2, 12, 12, 3), jnp.float32)
 
     def run(variables, image):
       rngs = {'gumbel': jax.random.key(0)}
       return model.build(**kwargs).apply(variables, image, rngs=rngs).logits_BV
 
-    text = lower(run, variables('acm'), image)
+    text = lower(run, variables('acm'), tiny.images(size=12))
     shapes = re.findall(r'dot_general.*-> tensor<([\dx]+)xf32>', text)
-    assert shapes
     return [math.prod(map(int, shape.split('x'))) for shape in shapes]
 
-  def for_platform(self, platform):
-    return lambda function, *args: (
-      jax.jit(function)
-      .trace(*args)
-      .lower(lowering_platforms=(platform,))
-      .as_text()
-    )
-
-  @property
-  def all_learners(self):
-    module = acm.modules(MODELS['acm'])['block_0/mlp']
-    tokens = 2 * DENSE.num_tokens
-    return tokens * module.num_learners * module.hidden
-
-  @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
-  def test_on_cpu_and_tpu(self, platform):
-    lower = self.for_platform(platform)
-    assert self.all_learners in self.products(lower, learners='train')
-    assert self.all_learners not in self.products(lower)
-
-  def test_on_a_gpu(self, for_hopper):
-    assert self.all_learners in self.products(for_hopper, learners='train')
-    assert self.all_learners not in self.products(for_hopper)
-
-
-_MAP = re.compile(r'\b197x197x|x197x197')
+  module = acm.modules(model)['block_0/mlp']
+  all_learners = 2 * DENSE.num_tokens * module.num_learners * module.hidden
+  assert all_learners in products(learners='train')
+  assert all_learners not in products()
