@@ -131,21 +131,12 @@ def test_routed_models_start_from_dense_weights(tmp_path):
 
 
 def test_what_cannot_be_read_is_told(tmp_path):
-  told = json.loads((FOLDER / 'config.json').read_text())
   arrays = files.read(FOLDER)
-
-  def derive(arrays, **changes):
-    files.write(tmp_path / 'model.safetensors', arrays)
-    (tmp_path / 'config.json').write_text(json.dumps(told | changes))
-    return convert.derive(tmp_path)
-
-  with pytest.raises(UserError, match="activation_function='gelu'"):
-    derive(arrays, activation_function='gelu')
-  with pytest.raises(UserError, match='encoder_attention_heads'):
-    derive(arrays, encoder_attention_heads=4)
   short = {n: x for n, x in arrays.items() if not n.startswith('class_')}
+  files.write(tmp_path / 'model.safetensors', short)
+  shutil.copy(FOLDER / 'config.json', tmp_path)
   with pytest.raises(UserError, match="lacks 'class_labels_classifier.bias'"):
-    derive(short)
+    convert.derive(tmp_path)
   fewer = dataclasses.replace(CONFIG, num_queries=6)
   with pytest.raises(UserError, match=r'wrong shape: .*\(7, 16\)'):
     convert.read(FOLDER, fewer)

@@ -121,25 +121,3 @@ def test_without_a_tokenizer_it_says_so():
   for asks in (Engine, lambda run: run.encode('x'), lambda run: run.max_length):
     with pytest.raises(UserError, match=r'no tokenizer\.json beside'):
       asks(run)
-
-
-def changed(tmp_path, **fields):
-  folder = shutil.copytree(FOLDER, tmp_path / 'model')
-  old = json.loads((folder / 'config.json').read_text())
-  files.write_json(folder / 'config.json', old | fields)
-  return llava.derive(folder)
-
-
-@pytest.mark.parametrize(
-  ('fields', 'sentence'),
-  [
-    ({'vision_feature_select_strategy': 'full'}, 'select_strategy.*default'),
-    ({'projector_hidden_act': 'relu'}, 'projector_hidden_act.*gelu'),
-    ({'vision_config': {'hidden_act': 'gelu'}}, 'quick_gelu'),
-    ({'text_config': None}, 'text_config=None; expected an object'),
-    ({'image_token_index': 30}, "an id below the language model's 30"),
-  ],
-)
-def test_what_is_no_llava_is_refused(tmp_path, fields, sentence):
-  with pytest.raises(UserError, match=sentence):
-    changed(tmp_path, **fields)

@@ -17,7 +17,7 @@ import safetensors.numpy
 import tiny
 
 from mod_jax import config as config_lib
-from mod_jax.convert import beside, files, llava, lm, vit
+from mod_jax.convert import beside, clip, detr, files, llava, lm, vit, wav2vec2
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
 
@@ -27,13 +27,6 @@ ONE_HEAD = GOLDEN / 'vit_huggingface_one_head.safetensors'
 VIT = vit.derive(TIMM, num_heads=3)
 DISTILLED = vit.derive(ONE_HEAD, num_heads=3)
 INDEX = 'model.safetensors.index.json'
-WINDOW_OF_SOME = {
-  'model_type': 'qwen2',
-  'use_sliding_window': True,
-  'sliding_window': 5,
-  'max_window_layers': 1,
-  'layer_types': None,
-}
 
 
 def change(config, **fields):
@@ -80,22 +73,17 @@ def told(tmp, **fields):
   return beside.read(tmp / 'model.safetensors')
 
 
-def copy(tmp, name='llama', **fields):
-  """Copies a golden language model, and changes its config."""
-  folder = pathlib.Path(shutil.copytree(GOLDEN / 'lm' / name, tmp / name))
+def copy(tmp, name='lm/llama', **fields):
+  """Copies a golden model, and changes its config."""
+  folder = pathlib.Path(shutil.copytree(GOLDEN / name, tmp / name))
   path = folder / 'config.json'
-  fields = json.loads(path.read_text()) | fields
-  path.write_text(json.dumps(fields))
+  path.write_text(json.dumps(json.loads(path.read_text()) | fields))
   return folder
-
-
-def derive(tmp, **changes):
-  return lm.derive(copy(tmp, **changes))
 
 
 def sharded(tmp, without=None, **entries):
   """Reads a model in three files, one missing or the index changed."""
-  folder = copy(tmp, 'llama_sharded')
+  folder = copy(tmp, 'lm/llama_sharded')
   if without:
     (folder / without).unlink()
   index = json.loads((folder / INDEX).read_text())
@@ -110,9 +98,9 @@ def cut_short(tmp):
   return files.stored(path.parent)
 
 
-def read_lm(tmp, name='llama', arrays=None, **fields):
+def read_lm(tmp, arrays=None, **fields):
   """Reads a golden language model with more arrays, by a changed config."""
-  folder = copy(tmp, name)
+  folder = copy(tmp)
   path = folder / 'model.safetensors'
   arrays = safetensors.numpy.load_file(path) | (arrays or {})
   safetensors.numpy.save_file(arrays, path)
@@ -147,6 +135,36 @@ def save_llava(tmp, **fields):
   llava.save(tmp / 'new.npz', params, config_lib.replace(config, fields))
 
 
+WINDOW_OF_SOME = {
+  **{'model_type': 'qwen2', 'use_sliding_window': True, 'sliding_window': 5},
+  **{'max_window_layers': 1, 'layer_types': None},
+}
+YARN = {'rope_type': 'yarn', 'factor': 2.0}
+# Folders whose config says what is not computed here.
+FOLDERS = [
+  (lm, 'lm/llama', {'model_type': 'gpt_neox'}, "'gpt_neox'", 'expected llama'),
+  (lm, 'lm/llama', {'hidden_act': 'relu'}, "hidden_act='relu'", "'silu'"),
+  (lm, 'lm/llama', {'attention_bias': True}, 'attention_bias=True', 'expected'),
+  (lm, 'lm/llama', {'quantization_config': {}}, 'quantization_config'),
+  (lm, 'lm/llama', {'rope_parameters': YARN}, "rope_type='yarn'"),
+  (lm, 'lm/llama', WINDOW_OF_SOME, 'some layers', 'the same for all'),
+  (detr, 'detr', {'encoder_attention_heads': 4}, 'encoder_attention_heads'),
+  (detr, 'detr', {'activation_function': 'gelu'}, "activation_function='gelu'"),
+  (wav2vec2, 'wav2vec2/layer', {'conv_bias': False}, 'conv_bias=False'),
+  (clip, 'vlm/clip', {'hidden_act': 'gelu'}, 'hidden_act', 'quick_gelu'),
+  (
+    llava,
+    'vlm/llava',
+    {'projector_hidden_act': 'relu'},
+    'projector_hidden_act',
+  ),
+  (llava, 'vlm/llava', {'text_config': None}, 'text_config=None', 'an object'),
+  (llava, 'vlm/llava', {'image_token_index': 30}, "the language model's 30"),
+  (
+    *(llava, 'vlm/llava', {'vision_feature_select_strategy': 'full'}),
+    *('select_strategy', 'default'),
+  ),
+]
 ADAPTIVE = {'adaptive': AdaptiveConfig(num_learners=2)}
 
 TABLE = [
@@ -177,15 +195,6 @@ TABLE = [
   ),
   (lambda t: told(t, layer_norm_eps='1e-6'), 'layer_norm_eps=', 'expected'),
   # Language models.
-  (lambda t: derive(t, model_type='gpt_neox'), "'gpt_neox'", 'expected llama'),
-  (lambda t: derive(t, hidden_act='relu'), "hidden_act='relu'", "'silu'"),
-  (lambda t: derive(t, attention_bias=True), 'attention_bias=True', 'expected'),
-  (lambda t: derive(t, quantization_config={'bits': 4}), 'quantization_config'),
-  (
-    lambda t: derive(t, rope_parameters={'rope_type': 'yarn', 'factor': 2.0}),
-    "rope_type='yarn'",
-  ),
-  (lambda t: derive(t, **WINDOW_OF_SOME), 'some layers', 'the same for all'),
   (
     lambda t: sharded(t, 'model-00002-of-00003.safetensors'),
     'lacks model-00002',
@@ -217,8 +226,15 @@ TABLE = [
     lambda t: vit.names(change(VIT, distilled=True), 'torchvision'),
     *('distillation_token', 'torchvision'),
   ),
-  # Vision-language models.
+  # Models that see and read.
+  (lambda t: clip.fields_of(tiny.VIT), 'num_classes=10', 'towers of CLIP'),
   (lambda t: save_llava(t, pooling=3), 'pooling=3', 'no file of its format'),
+]
+
+
+TABLE += [
+  (lambda t, row=row: row[0].derive(copy(t, row[1], **row[2])), *row[3:])
+  for row in FOLDERS
 ]
 
 

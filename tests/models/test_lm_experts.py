@@ -85,17 +85,12 @@ class TestRules:
 
 
 class TestTraining:
-  @staticmethod
-  def task(model):
-    return make_task(
-      ExperimentConfig(model=model, data=TextDataConfig(length=L))
-    )
-
   def loss_of(self, model, variables):
     batch = {'tokens': TOKENS_BL, 'targets': (TOKENS_BL + 1) % VOCAB}
     params = variables['params']
     state = {k: v for k, v in variables.items() if k != 'params'}
-    loss = self.task(model).loss
+    config = ExperimentConfig(model=model, data=TextDataConfig(length=L))
+    loss = make_task(config).loss
     return jax.jit(
       jax.value_and_grad(
         lambda params: loss(params, state, batch, jax.random.key(0), 0.0),

@@ -60,25 +60,12 @@ SCANNED = dataclasses.replace(
 make_variables = functools.cache(tiny.variables)
 
 
-def make_prompts():
-  """Four prompts of 6, 3, 4 and 1 tokens, padded on either side."""
-  rng = np.random.default_rng(3)
-  tokens_BP = rng.integers(0, VOCAB, (4, PROMPT))  # Garbage in the padding.
-  valid_BP = np.ones((4, PROMPT), bool)
-  valid_BP[1, :3] = False
-  valid_BP[2, 4:] = False
-  valid_BP[3, :5] = False
-  return tokens_BP, valid_BP
+PROMPTS = TOKENS_BP, VALID_BP = tiny.prompts(VOCAB)
 
 
-@functools.cache
-def compiled_forward(config, mode):
-  model = config.build()
-  return jax.jit(
-    lambda variables, tokens_BL, valid_BL=None: model.apply(
-      variables, tokens_BL, valid_BL=valid_BL, mode=mode
-    )
-  )
+def forward(config, mode, tokens_BL, valid_BL=None):
+  variables = make_variables(config)
+  return tiny.apply(config, variables, tokens_BL, valid_BL=valid_BL, mode=mode)
 
 
 def log_softmax(logits):
@@ -95,16 +82,14 @@ class Reference:
   wanted_RL: np.ndarray  # What the router rule would like to choose.
   length: int
 
-  def read(self, array_RL, num_new=NEW):
-    """Sums over the tokens that a generation of `num_new` has read."""
-    return array_RL[:, : self.length + num_new - 1].sum()
+  def read(self, array_RL):
+    """Returns its part of the tokens that generation has read."""
+    return array_RL[:, : self.length + NEW - 1]
 
 
-def continue_greedily(config, mode, prompt, variables=None):
-  variables = variables or make_variables(config)
+def continue_greedily(config, mode, prompt):
   # How routed rows are processed matters to decoding only.
   mode = dataclasses.replace(mode, chunk=8)
-  forward = compiled_forward(config, mode)
   tokens_L = np.random.default_rng(5).integers(0, VOCAB, TOTAL)
   length = len(prompt)
   tokens_L[:length] = prompt
@@ -113,9 +98,9 @@ def continue_greedily(config, mode, prompt, variables=None):
     # Slots are counted by the row's own length, without what follows it.
     valid_BL = np.arange(TOTAL)[None] < length + NEW
   for n in range(length, length + NEW):
-    logits_LV = forward(variables, tokens_L[None], valid_BL).logits_BLV[0]
+    logits_LV = forward(config, mode, tokens_L[None], valid_BL).logits_BLV[0]
     tokens_L[n] = np.asarray(logits_LV[n - 1]).argmax()
-  output = forward(variables, tokens_L[None], valid_BL)
+  output = forward(config, mode, tokens_L[None], valid_BL)
   log_prob_LV = log_softmax(output.logits_BLV[0])
   told_L = log_prob_LV[np.arange(TOTAL - 1), tokens_L[1:]]
   none = np.zeros((0, TOTAL), bool)
@@ -128,24 +113,17 @@ def continue_greedily(config, mode, prompt, variables=None):
   )
 
 
-def references(config, mode, tokens_BP, valid_BP):
+def references(config, mode, prompts=PROMPTS):
   return [
     continue_greedily(config, mode, tokens_P[valid_P])
-    for tokens_P, valid_P in zip(tokens_BP, valid_BP, strict=True)
+    for tokens_P, valid_P in zip(*prompts, strict=True)
   ]
 
 
-def run(config, mode, prompts=None, variables=None, **kwargs):
-  tokens_BP, valid_BP = make_prompts() if prompts is None else prompts
+def run(config, mode, prompts=PROMPTS, variables=None, **kwargs):
   kwargs = {'max_new_tokens': NEW, 'temperature': 0} | kwargs
-  return generate(
-    config.build(),
-    make_variables(config) if variables is None else variables,
-    tokens_BP,
-    valid_BP,
-    mode=mode,
-    **kwargs,
-  )
+  variables = variables or make_variables(config)
+  return generate(config.build(), variables, *prompts, mode=mode, **kwargs)
 
 
 def assert_follows(got, rows, part='block'):
@@ -153,19 +131,20 @@ def assert_follows(got, rows, part='block'):
   for b, row in enumerate(rows):
     np.testing.assert_array_equal(got.tokens_BN[b], row.tokens_N)
     np.testing.assert_allclose(got.log_prob_BN[b], row.log_prob_N, atol=1e-4)
-  chosen = sum(row.read(row.chosen_RL) for row in rows)
-  pairs = sum(row.chosen_RL[:, : row.length + NEW - 1].size for row in rows)
+  chosen = sum(row.read(row.chosen_RL).sum() for row in rows)
+  pairs = sum(row.read(row.chosen_RL).size for row in rows)
   if part == 'mlp':
     chosen = 0  # What is told is about attention alone.
   np.testing.assert_allclose(got.routed, chosen / max(pairs, 1), rtol=1e-6)
   np.testing.assert_array_equal(got.length_B, NEW)
 
 
+ROUTER = RoutingMode(rule='router')
 RULES = {
-  'router': (BASE, RoutingMode(rule='router')),
+  'router': (BASE, ROUTER),
   'threshold': (BASE, RoutingMode(rule='threshold')),
   'stride': (STRIDE, RoutingMode(rule='fixed')),
-  'scanned': (SCANNED, RoutingMode(rule='router')),
+  'scanned': (SCANNED, ROUTER),
   'experts that choose, in routed blocks': (
     dataclasses.replace(
       BASE,
@@ -184,7 +163,7 @@ class TestGreedy:
   @pytest.mark.parametrize('name', RULES)
   def test_follows_the_uncached_forward_pass(self, name):
     config, mode = RULES[name]
-    rows = references(config, mode, *make_prompts())
+    rows = references(config, mode)
     got = run(config, mode)
     assert_follows(got, rows)
     assert got.overflow == 0
@@ -197,64 +176,65 @@ class TestGreedy:
 
   def test_a_prompt_of_one_token(self):
     # Under top-k as well, which cannot choose a single token: the rule does.
-    mode = RoutingMode(rule='router')
     prompts = np.array([[3], [11]]), np.ones((2, 1), bool)
-    rows = references(SCANNED, mode, *prompts)
+    rows = references(SCANNED, ROUTER, prompts)
     assert rows[0].tokens_N.tolist() != rows[1].tokens_N.tolist()
-    got = run(SCANNED, mode, prompts, prefill='top_k')
+    got = run(SCANNED, ROUTER, prompts, prefill='top_k')
     assert_follows(got, rows)
 
   @pytest.mark.slow
   def test_is_the_same_under_a_mesh(self):
-    mode = RoutingMode(rule='router')
-    model = SCANNED.build()
     boxed = jax.eval_shape(
-      model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
+      SCANNED.build().init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
     )
     mesh = parallel.make_mesh(
       parallel.MeshConfig(fsdp=2, tensor=2, data=1), jax.devices()[:4]
     )
-    variables = make_variables(SCANNED)
+    places = parallel.shardings(boxed['params'], mesh)
     with jax.set_mesh(mesh):
-      params = jax.device_put(
-        variables['params'], parallel.shardings(boxed['params'], mesh)
-      )
+      params = jax.device_put(make_variables(SCANNED)['params'], places)
+      variables = {**make_variables(SCANNED), 'params': params}
       # Another room than elsewhere, hence another trace.
-      got = run(
-        SCANNED,
-        mode,
-        variables={**variables, 'params': params},
-        max_length=TOTAL + 1,
-      )
-    assert_follows(got, references(SCANNED, mode, *make_prompts()))
+      got = run(SCANNED, ROUTER, variables=variables, max_length=TOTAL + 1)
+    assert_follows(got, references(SCANNED, ROUTER))
+
+  @pytest.mark.slow
+  def test_bfloat16(self):
+    config = dataclasses.replace(SCANNED, dtype='bfloat16')
+    cache = lm.LMCache.empty(config, 2, 8, ROUTER)
+    assert cache.blocks[0].key_BGSC.dtype == jnp.bfloat16
+    got = run(config, ROUTER, variables=make_variables(SCANNED))
+    want = run(SCANNED, ROUTER)
+    assert got.log_prob_BN.dtype == jnp.float32
+    assert np.isfinite(got.log_prob_BN).all()
+    # Later tokens may follow others.
+    error_B = np.abs(got.log_prob_BN - want.log_prob_BN)[:, 0]
+    assert 1e-4 < np.median(error_B) < 0.1
 
 
-class TestTightCaches:
-  mode = RoutingMode(rule='router', overflow='drop', slack=1.0)
+DROP = RoutingMode(rule='router', overflow='drop', slack=1.0)
 
-  @pytest.mark.parametrize(
-    'part', ['mlp', pytest.param('block', marks=pytest.mark.slow)]
-  )
-  def test_drops_what_the_full_forward_pass_drops(self, part):
-    routing = dataclasses.replace(BASE.routing, part=part)
-    config = dataclasses.replace(BASE, routing=routing)
-    rows = references(config, self.mode, *make_prompts())
-    got = run(config, self.mode)
-    assert_follows(got, rows, part=part)
-    overflow = sum(row.read(row.wanted_RL & ~row.chosen_RL) for row in rows)
-    assert got.overflow == overflow > 0
-    exact = run(config, RoutingMode(rule='router'))
-    assert exact.overflow == 0
-    assert got.routed < exact.routed or part == 'mlp'
-    assert (got.tokens_BN != exact.tokens_BN).any()
+
+@pytest.mark.parametrize(
+  'part', ['mlp', pytest.param('block', marks=pytest.mark.slow)]
+)
+def test_drops_what_the_full_forward_pass_drops(part):
+  routing = dataclasses.replace(BASE.routing, part=part)
+  config = dataclasses.replace(BASE, routing=routing)
+  rows = references(config, DROP)
+  got = run(config, DROP)
+  assert_follows(got, rows, part=part)
+  overflow = sum(row.read(row.wanted_RL & ~row.chosen_RL).sum() for row in rows)
+  assert got.overflow == overflow > 0
+  exact = run(config, ROUTER)
+  assert exact.overflow == 0
+  assert (got.tokens_BN != exact.tokens_BN).any()
 
 
 class TestEndToken:
-  mode = RoutingMode(rule='router')
-
   def _choose(self):
     """Returns the rows, a token that ends some of them, and where."""
-    rows = references(BASE, self.mode, *make_prompts())
+    rows = references(BASE, ROUTER)
     for token in range(VOCAB):
       at = [row.tokens_N.tolist() + [token] for row in rows]
       at = [tokens.index(token) for tokens in at]
@@ -269,16 +249,16 @@ class TestEndToken:
       jax.debug.callback(lambda: draws.append(1))
       return filter_logits(*args, **kwargs)
 
-    def count(prompts=None):
+    def count(prompts):
       draws.clear()
-      got = jax.block_until_ready(run(BASE, self.mode, prompts, end_token=end))
+      got = jax.block_until_ready(run(BASE, ROUTER, prompts, end_token=end))
       jax.effects_barrier()
       return got, len(draws)
 
     # Heard in both runs below: the second uses what the first has compiled.
     monkeypatch.setattr(generation.logits_lib, 'filter_logits', counting)
     rows, end, at = self._choose()
-    got, steps = count()
+    got, steps = count(PROMPTS)
     np.testing.assert_array_equal(got.length_B, at)
     assert steps == NEW
     read = chosen = 0
@@ -296,8 +276,7 @@ class TestEndToken:
     np.testing.assert_allclose(got.routed, chosen / read, rtol=1e-6)
 
     early = next(b for b, n in enumerate(at) if 0 < n < NEW - 2)
-    tokens_BP, valid_BP = make_prompts()
-    got, steps = count((tokens_BP[[early] * 4], valid_BP[[early] * 4]))
+    got, steps = count([x[[early] * 4] for x in PROMPTS])
     np.testing.assert_array_equal(got.length_B, at[early])
     assert steps == at[early] + 1 < NEW
     np.testing.assert_array_equal(got.tokens_BN[:, at[early] :], end)
@@ -305,20 +284,15 @@ class TestEndToken:
 
 
 class TestTopKPrefill:
-  mode = RoutingMode(rule='router')
-
   @pytest.mark.slow
   def test_is_what_training_computes(self):
-    tokens_BP, valid_BP = make_prompts()
-    got = run(SCANNED, self.mode, prefill='top_k')
-    causal = run(SCANNED, self.mode)
+    got = run(SCANNED, ROUTER, prefill='top_k')
+    causal = run(SCANNED, ROUTER)
     difference = got.log_prob_BN - causal.log_prob_BN
     assert np.abs(difference).max() > 0.01
-    output = compiled_forward(SCANNED, RoutingMode())(
-      make_variables(SCANNED), tokens_BP, valid_BP
-    )
+    output = forward(SCANNED, RoutingMode(), *PROMPTS)
     log_prob_BPV = log_softmax(output.logits_BLV)
-    last_B = [np.flatnonzero(valid_P)[-1] for valid_P in valid_BP]
+    last_B = [np.flatnonzero(valid_P)[-1] for valid_P in VALID_BP]
     first_BV = log_prob_BPV[np.arange(4), last_B]
     np.testing.assert_array_equal(got.tokens_BN[:, 0], first_BV.argmax(-1))
     np.testing.assert_allclose(
@@ -327,7 +301,6 @@ class TestTopKPrefill:
 
 
 class TestSampling:
-  mode = RoutingMode(rule='router')
   settings = {
     'temperature': 1.7,
     'top_k': 8,
@@ -337,10 +310,10 @@ class TestSampling:
   number = 1024  # Of rows, all with one prompt.
 
   def _run(self, key, variables=None):
-    prompt_P = make_prompts()[0][0]
+    prompt_P = TOKENS_BP[0]
     prompts = np.repeat(prompt_P[None], self.number, axis=0)
     return run(
-      *(DENSE, self.mode, (prompts, None), variables),
+      *(DENSE, ROUTER, (prompts, None), variables),
       key=jax.random.key(key),
       **self.settings,
     )
@@ -348,9 +321,7 @@ class TestSampling:
   def _logits(self, tokens):
     tokens_L = np.zeros(TOTAL, int)
     tokens_L[: len(tokens)] = tokens
-    output = compiled_forward(DENSE, self.mode)(
-      make_variables(DENSE), tokens_L[None]
-    )
+    output = forward(DENSE, ROUTER, tokens_L[None])
     return output.logits_BLV[0, len(tokens) - 1]
 
   def _filtered(self, logits_V, **changes):
@@ -362,7 +333,7 @@ class TestSampling:
 
   @pytest.mark.slow
   def test_draws_from_the_filtered_distribution(self):
-    prompt_P = make_prompts()[0][0]
+    prompt_P = TOKENS_BP[0]
     got = self._run(0)
     logits_V = self._logits(prompt_P)
     want_V = self._filtered(logits_V)
@@ -449,10 +420,10 @@ class TestApplyWithCache:
 
     tokens_BL = np.random.default_rng(0).integers(0, VOCAB, (4, 10))
     # The same layout of the whole as in the reference, one row at a time.
-    forward = compiled_forward(BASE, RoutingMode(rule='threshold', chunk=8))
+    whole = RoutingMode(rule='threshold', chunk=8)
     whole_BLV = np.concatenate(
       [
-        forward(variables, np.pad(row, (0, TOTAL - 10))[None]).logits_BLV
+        forward(BASE, whole, np.pad(row, (0, TOTAL - 10))[None]).logits_BLV
         for row in tokens_BL
       ]
     )
@@ -552,14 +523,10 @@ class TestNoWork:
     jax.clear_caches()  # Blocks that were traced before do not count.
     step, (params, _, _) = self._step(chunk)
     # The first block is routed: a token's embedding alone decides.
-    params = jax.tree.map(lambda x: x, params)
-    embedding_VD = (
-      params['embedding']
-      .at[:, 0]
-      .set(jnp.where(jnp.arange(VOCAB) % 2, 5.0, -5.0))
-    )
-    params['embedding'] = embedding_VD
-    params['block_0']['router']['kernel'] = jnp.eye(1, 16)[0]
+    params = dict(params, block_0=dict(params['block_0']))
+    sign_V = jnp.where(jnp.arange(VOCAB) % 2, 5.0, -5.0)
+    params['embedding'] = params['embedding'].at[:, 0].set(sign_V)
+    params['block_0']['router'] = {'kernel': jnp.eye(1, 16)[0]}
     for routed_B in (
       [0, 0, 0, 0, 0],
       [0, 0, 0, 1, 0],
@@ -591,10 +558,9 @@ class TestPadPrompts:
 
 def test_a_prompt_fits_by_its_tokens_not_its_padding():
   tokens_BP = np.array([[0, 0, 0, 0, 1, 2]])
-  mode = RoutingMode(rule='router')
-  row = continue_greedily(DENSE, mode, [1, 2])
+  row = continue_greedily(DENSE, ROUTER, [1, 2])
   got = run(
-    *(DENSE, mode, (tokens_BP, tokens_BP > 0)),
+    *(DENSE, ROUTER, (tokens_BP, tokens_BP > 0)),
     max_length=2 + 3,
     max_new_tokens=3,
   )

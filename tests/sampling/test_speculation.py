@@ -36,12 +36,7 @@ DROP = RoutingMode(rule='router', overflow='drop', slack=1.0)
 variables = functools.cache(functools.partial(tiny.variables, seed=1))
 
 
-def prompts():
-  """Returns prompts of 6, 3, 4 and 1 tokens, padded on either side."""
-  tokens_BP = np.random.default_rng(3).integers(0, VOCAB, (4, 6))
-  valid_BP = np.ones((4, 6), bool)
-  valid_BP[1, :3] = valid_BP[2, 4:] = valid_BP[3, :5] = False
-  return tokens_BP, valid_BP
+PROMPTS = TOKENS_BP, VALID_BP = tiny.prompts(VOCAB)
 
 
 @functools.cache
@@ -49,11 +44,10 @@ def without_draft(config, mode):
   return run(config, mode)
 
 
-def run(config, mode, given=None, **kwargs):
-  given = prompts() if given is None else given
+def run(config, mode, prompts=PROMPTS, **kwargs):
   kwargs = {'max_new_tokens': NEW, 'temperature': 0} | kwargs
   return generate(
-    config.build(), variables(config), *given, mode=mode, **kwargs
+    config.build(), variables(config), *prompts, mode=mode, **kwargs
   )
 
 
@@ -168,16 +162,15 @@ class TestSampled:
     assert self._p_value(got.tokens_BN, never_X) < 1e-6
 
   def test_a_row_is_what_it_is_beside_others(self):
-    tokens_BP, valid_BP = prompts()
     settings = {
       'temperature': 4.0,
       'key': jax.random.key(2),
       'draft': CASES['never, drop'][2],
     }
     got = run(MOD, DROP, **settings)
-    others_BP = tokens_BP.copy()
+    others_BP = TOKENS_BP.copy()
     others_BP[1:] = (others_BP[1:] + 5) % VOCAB
-    again = run(MOD, DROP, (others_BP, valid_BP), **settings)
+    again = run(MOD, DROP, (others_BP, VALID_BP), **settings)
     np.testing.assert_array_equal(got.tokens_BN[0], again.tokens_BN[0])
     assert (got.tokens_BN[1:] != again.tokens_BN[1:]).any(axis=-1).all()
     assert len(set(np.asarray(got.tokens_BN[0]))) > 4
