@@ -121,15 +121,8 @@ def test_a_file_equals_the_folder(tmp_path, family):
 def test_llama_3s_positions_are_known_by_their_factors(tmp_path, factor, theta):
   """Meta's rule: long wavelengths are stretched, short ones are not."""
   wavelength_C = 2 * np.pi * theta ** (np.arange(0, 4, 2) / 4)
-  low, high = 8192 / 1, 8192 / 4
-  smooth_C = (8192 / wavelength_C - 1) / (4 - 1)
-  factor_C = np.where(
-    wavelength_C < high,
-    1,
-    np.where(
-      wavelength_C > low, factor, 1 / ((1 - smooth_C) / factor + smooth_C)
-    ),
-  )
+  smooth_C = np.clip((8192 / wavelength_C - 1) / (4 - 1), 0, 1)
+  factor_C = 1 / ((1 - smooth_C) / factor + smooth_C)
 
   def change(factor_C):
     def add(writer):
@@ -220,21 +213,27 @@ def test_texts_are_split_and_joined_again(tmp_path, pre, expected):
   assert tokens.index('def') in ids
 
 
-def test_sentence_pieces_merge_as_their_scores_say(tmp_path):
-  """Against the merges that a converter of tokenizers would be given."""
-  pieces = [*'▁abc', 'ab', 'bc', '▁a', '▁ab', '▁abc']
-  tokens = ['<unk>', '<s>', '</s>', *(f'<0x{i:02X}>' for i in range(256))]
-  scores = [0.0] * len(tokens) + [-9, -9, -9, -9, -2, -1, -3, -4, -5]
-  tokens += pieces
+def sentence_pieces(tokens, scores, kinds):
+  """Returns a tokenizer of pieces, which come after the special tokens."""
   metadata = {
     'tokenizer.ggml.model': 'llama',
-    'tokenizer.ggml.tokens': tokens,
-    'tokenizer.ggml.scores': scores,
-    'tokenizer.ggml.token_type': [2, 3, 3] + [6] * 256 + [1] * len(pieces),
+    'tokenizer.ggml.tokens': ['<unk>', '<s>', '</s>', *tokens],
+    'tokenizer.ggml.scores': [0.0] * 3 + scores,
+    'tokenizer.ggml.token_type': [2, 3, 3] + kinds,
     'tokenizer.ggml.bos_token_id': 1,
     'tokenizer.ggml.eos_token_id': 2,
   }
-  tokenizer, beside = convert_gguf._tokenizer('x', metadata)
+  return convert_gguf._tokenizer('x', metadata)
+
+
+def test_sentence_pieces_merge_as_their_scores_say():
+  """Against the merges that a converter of tokenizers would be given."""
+  pieces = [*'▁abc', 'ab', 'bc', '▁a', '▁ab', '▁abc']
+  tokenizer, beside = sentence_pieces(
+    [*(f'<0x{i:02X}>' for i in range(256)), *pieces],
+    [0.0] * 256 + [-9, -9, -9, -9, -2, -1, -3, -4, -5],
+    [6] * 256 + [1] * len(pieces),
+  )
   assert beside == {'bos_token': '<s>', 'eos_token': '</s>'}
   # `bc` is the best pair, and leaves `▁a`; that joins with it at last.
   assert tokenizer.encode('abc').tokens == ['<s>', '▁abc']
@@ -247,17 +246,12 @@ def test_sentence_pieces_merge_as_their_scores_say(tmp_path):
 
 def test_text_that_spells_a_special_token_is_not_merged_into_it():
   pieces = [*'▁abs<>/', 's>', '</', 'ab']
-  tokens = ['<unk>', '<s>', '</s>', *pieces]
-  metadata = {
-    'tokenizer.ggml.model': 'llama',
-    'tokenizer.ggml.tokens': tokens,
-    'tokenizer.ggml.scores': [0.0] * 3 + [-9] * 8 + [-1, -2, -3],
-    'tokenizer.ggml.token_type': [2, 3, 3] + [1] * len(pieces),
-  }
-  tokenizer, _ = convert_gguf._tokenizer('x', metadata)
+  tokenizer, _ = sentence_pieces(
+    pieces, [-9] * 8 + [-1, -2, -3], [1] * len(pieces)
+  )
   tokenizer.encode_special_tokens = True
   assert tokenizer.encode('ab<s></s>').tokens == [
-    *('▁', 'ab', '<', 's>', '</', 's>')
+    *('<s>', '▁', 'ab', '<', 's>', '</', 's>')
   ]
 
 
@@ -282,43 +276,48 @@ def test_prompts_begin_as_in_llama_cpp(tmp_path, pre, says, begins):
   assert tokenizer.encode_prompt('!!') == [0] * begins + [2, 2]
 
 
-def test_refusals(tmp_path):
-  def refused(match, change):
-    path = write(tmp_path / 'bad.gguf', 'qwen2', change=change)
-    with pytest.raises(UserError, match=match):
-      mod_jax.load(path)
+def key(name, value):
+  def change(writer):
+    writer.kv_data[0][name].value = value
 
-  def rename(writer):
-    writer.kv_data[0]['general.architecture'].value = 'gemma'
+  return change
 
-  refused("architecture 'gemma'.*expected llama", rename)
 
-  def split(writer):
-    writer.kv_data[0]['tokenizer.ggml.pre'].value = 'tekken'
+def headless(writer):
+  del writer.kv_data[0]['qwen2.attention.head_count']
 
-  refused("'tekken'; expected one of gpt-2", split)
 
-  def end(writer):
-    writer.kv_data[0]['tokenizer.ggml.eos_token_id'].value = 10**6
+def empty(writer):
+  writer.add_tensor = lambda *args, **kwargs: None
 
-  refused('bad.gguf: its metadata make no tokenizer', end)
 
-  def headless(writer):
-    del writer.kv_data[0]['qwen2.attention.head_count']
+@pytest.mark.parametrize(
+  ('change', 'named'),
+  [
+    (key('general.architecture', 'gemma'), "'gemma'.*expected llama"),
+    (key('tokenizer.ggml.pre', 'tekken'), "'tekken'; expected one of gpt-2"),
+    (
+      key('tokenizer.ggml.eos_token_id', 10**6),
+      'bad.gguf: its metadata make no tokenizer',
+    ),
+    (headless, 'num_attention_heads'),
+    (empty, 'bad.gguf holds no embeddings'),
+  ],
+)
+def test_refusals(tmp_path, change, named):
+  path = write(tmp_path / 'bad.gguf', 'qwen2', change=change)
+  with pytest.raises(UserError, match=named):
+    mod_jax.load(path)
 
-  refused('num_attention_heads', headless)
 
-  def empty(writer):
-    writer.add_tensor = lambda *args, **kwargs: None
-
-  refused('bad.gguf holds no embeddings', empty)
-  path, whole = tmp_path / 'cut.gguf', tmp_path / 'x.gguf'
-  data = write(whole, 'qwen2').read_bytes()
-  # Within the metadata, within the table of arrays, within the arrays.
-  for part in (0.1, 0.5, 0.95):
-    path.write_bytes(data[: int(part * len(data))])
-    with pytest.raises(UserError, match='cut.gguf is damaged'):
-      mod_jax.load(path)
+# Within the metadata, within the table of arrays, within the arrays.
+@pytest.mark.parametrize('part', [0.1, 0.5, 0.95])
+def test_a_file_that_was_cut_short(tmp_path, part):
+  path = write(tmp_path / 'cut.gguf', 'qwen2')
+  data = path.read_bytes()
+  path.write_bytes(data[: int(part * len(data))])
+  with pytest.raises(UserError, match='cut.gguf is damaged'):
+    mod_jax.load(path)
 
 
 def test_a_file_that_was_replaced_is_read_anew(tmp_path):

@@ -27,8 +27,8 @@ EXPECTED = np.load(GOLDEN / 'expected.npz')
 
 
 def logits(config, params):
-  output = jax.jit(config.build().apply)({'params': params}, EXPECTED['tokens'])
-  return np.asarray(output.logits_BLV)
+  variables = {'params': params}
+  return tiny.apply(config, variables, EXPECTED['tokens']).logits_BLV
 
 
 @pytest.mark.parametrize('name', NAMES)

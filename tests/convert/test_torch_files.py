@@ -12,6 +12,7 @@ import zipfile
 
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax.convert import files, torch_files
 from mod_jax.errors import UserError
@@ -72,9 +73,8 @@ def test_what_is_written_is_a_pickle_of_tensors(tmp_path, key):
       assert len(strides) == array.ndim
       np.testing.assert_array_equal(numbers.reshape(shape), array)
   found = files.read(path)
-  for name, array in arrays.items():
-    np.testing.assert_array_equal(found[name], array)
-    assert found[name].dtype == array.dtype
+  tiny.same(found, arrays)
+  assert all(found[name].dtype == x.dtype for name, x in arrays.items())
 
 
 def archive(path, pickled, *, kind=zipfile.ZIP_STORED, **entries):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 
-from mod_jax import flops, trees
+from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert
 from mod_jax.errors import UserError
@@ -88,11 +88,6 @@ def loaded(name):
   return variables(name)['params']
 
 
-def flat(name):
-  """Returns all variables by the names that the table has."""
-  return trees.flatten({**variables(name), **loaded(name), 'params': {}})
-
-
 @functools.cache
 def expected():
   with np.load(GOLDEN / 'vit_expected.npz') as archive:
@@ -125,17 +120,13 @@ def test_logits_are_those_of_the_library(name):
 def test_saving_gives_the_librarys_own_file_bit_by_bit(tmp_path, name):
   path = tmp_path / ('w.pth' if name in FILES else 'w.safetensors')
   convert.save(
-    path,
-    loaded(name),
-    config_of(name),
+    *(path, loaded(name), config_of(name)),
     naming=naming_of(name),
     batch_stats=variables(name).get('batch_stats'),
   )
   found, wanted = files.read(path), files.read(weights(name))
   tiny.same(found, wanted)
-  assert {n: a.shape for n, a in found.items()} == {
-    n: a.shape for n, a in wanted.items()
-  }
+  assert all(found[n].shape == a.shape for n, a in wanted.items())
   if path.suffix == '.safetensors':
     assert path.read_bytes() == weights(name).read_bytes()
 
@@ -184,8 +175,10 @@ def test_another_number_of_classes_makes_new_heads(caplog):
     assert told in caplog.text
     assert params[head]['kernel'].shape == (18, 4)
     assert not np.any(params[head]['kernel'])
-  drawn = convert.load(weights('timm_distilled'), config, key=jax.random.key(1))
-  other = convert.load(weights('timm_distilled'), config, key=jax.random.key(2))
+  drawn, other = (
+    convert.load(weights('timm_distilled'), config, key=jax.random.key(seed))
+    for seed in (1, 2)
+  )
   assert np.any(drawn['head']['kernel'])
   assert not np.array_equal(drawn['head']['kernel'], other['head']['kernel'])
   np.testing.assert_array_equal(
@@ -240,57 +233,40 @@ def test_of_two_heads_one_is_not_made_up():
   config = config_of(name)
   assert 'head_distilled' not in loaded(name)
   # The other way round, both heads are told.
-  two = weights('huggingface_distilled')
   with pytest.raises(UserError, match='unexpected: distillation_classifier'):
-    convert.load(two, config)
+    convert.load(weights('huggingface_distilled'), config)
   # A new head for other classes is one head.
   other = convert.read(
     weights(name), dataclasses.replace(config, num_classes=4)
   )
   assert not any(name.startswith('head') for name in other)
-  # Only one head counts, in logits and in FLOPs.
-  both = dataclasses.replace(config, distillation_head=True)
-  assert flops.forward(both) - flops.forward(config) == 2 * 18 * 10
 
 
-class TestDynamicViT:
-  def test_a_dense_model_takes_the_backbone_alone(self):
-    config = config_of('dynamicvit')
-    path = weights('dynamicvit')
-    for other in (
-      config.backbone,
-      dataclasses.replace(
-        config, score='class_attention', stages=(1,), keep=0.5
-      ),
-    ):
-      params = convert.load(path, other)
-      tiny.same(
-        params,
-        {n: a for n, a in flat('dynamicvit').items() if n not in heads()},
-      )
-
-  def test_on_an_lv_vit(self, tmp_path):
-    config = dataclasses.replace(
-      config_of('dynamicvit'), backbone=config_of('lvvit')
-    )
-    own = convert.load_variables(weights('lvvit'), config)
-    path = tmp_path / 'w.pth'
-    convert.save(
-      path,
-      own['params'],
-      config,
-      naming='dynamicvit',
-      batch_stats=own['batch_stats'],
-    )
-    arrays = files.read(path)
-    assert 'score_predictor.1.out_conv.4.bias' in arrays
-    assert 'patch_embed.bn3.running_var' in arrays
-    back = convert.load_variables(path, config)
-    tiny.same(back, own)
+def test_a_dense_model_takes_the_backbone_of_a_dynamic_vit_alone():
+  name = 'dynamicvit'
+  config = config_of(name)
+  by_class = {'score': 'class_attention', 'stages': (1,), 'keep': 0.5}
+  flat = trees.flatten({**variables(name), **loaded(name), 'params': {}})
+  dense = {n: x for n, x in flat.items() if not n.startswith('prediction_')}
+  for other in (config.backbone, dataclasses.replace(config, **by_class)):
+    tiny.same(convert.load(weights(name), other), dense)
 
 
-def heads():
-  return {n for n in flat('dynamicvit') if n.startswith('prediction_')}
+def test_a_dynamic_vit_on_an_lv_vit(tmp_path):
+  config = dataclasses.replace(
+    config_of('dynamicvit'), backbone=config_of('lvvit')
+  )
+  own = convert.load_variables(weights('lvvit'), config)
+  path = tmp_path / 'w.pth'
+  convert.save(
+    *(path, own['params'], config),
+    naming='dynamicvit',
+    batch_stats=own['batch_stats'],
+  )
+  arrays = files.read(path)
+  assert 'score_predictor.1.out_conv.4.bias' in arrays
+  assert 'patch_embed.bn3.running_var' in arrays
+  tiny.same(convert.load_variables(path, config), own)
 
 
 @pytest.mark.parametrize(
@@ -319,10 +295,8 @@ def test_routed_models_start_from_dense_weights(tmp_path, config, extra):
     assert all(name.startswith('prediction_0/') for name in new)
   else:
     assert new == extra
-  for name in new:
-    if name.endswith('kernel'):
-      # Zeros would tie, and tokens be chosen by their place.
-      assert np.std(flat[name]) > 0
+  # Zeros would tie, and tokens be chosen by their place.
+  assert all(np.std(flat[n]) > 0 for n in new if n.endswith('kernel'))
   convert.save(tmp_path / 'w.npz', params, config)
   tiny.same(files.read(tmp_path / 'w.npz'), files.read(TIMM))
 
@@ -371,12 +345,8 @@ def test_every_difference_is_told_at_once(tmp_path):
   ):
     assert f'  {line}' in lines
   # Six modules of weight and bias of blocks that are not there, and the rest.
-  assert [
-    sum(kind in x for x in lines) for kind in ('missing: ', 'shape: ')
-  ] == [
-    6 * 2 + 3,
-    7 + 4 + 8,
-  ]
+  counts = [sum(x in line for line in lines) for x in ('missing: ', 'shape: ')]
+  assert counts == [6 * 2 + 3, 7 + 4 + 8]
   assert len(lines) == 15 + 1 + 19
 
 

@@ -38,10 +38,10 @@ PARAMS = tiny.drawn(
 )['params']
 
 
-def layer(**changes):
+def layer(block=BLOCK, **changes):
   config = dataclasses.replace(AMOD, **changes)
   return Layer(
-    LayerConfig(block=BLOCK, routing=config, capacity=config.capacity)
+    LayerConfig(block=block, routing=config, capacity=config.capacity)
   )
 
 
@@ -90,6 +90,19 @@ def test_the_class_token_is_a_candidate_like_any_unless_it_is_kept():
   np.testing.assert_array_equal(told.score_BL, score_BL)
   np.testing.assert_array_equal(told.weight_BL, 1)
   assert told.kth_B.tolist() == [1.0] * B
+
+
+def test_bfloat16_features_leave_the_score_alone():
+  # Two scores that bfloat16 cannot tell apart.
+  score_BL = SCORE_BL.at[:, :5].set(0.5).at[:, 4].set(0.5001)
+  half = layer(dataclasses.replace(BLOCK, dtype='bfloat16'), capacity=0.1)
+  done = jax.jit(half.apply)(
+    {'params': PARAMS}, X_BLD.astype('bfloat16'), INFO, score_BL=score_BL
+  )
+  told = done.aux['router']
+  assert done.x_BLD.dtype == jnp.bfloat16
+  assert told.score_BL.dtype == told.weight_BL.dtype == jnp.float32
+  assert np.argmax(told.chosen_BL, axis=-1).tolist() == [4] * B
 
 
 @pytest.mark.parametrize('gate', [None, 'raw'])

@@ -15,6 +15,7 @@ import tiny
 from mod_jax import flops, trees
 from mod_jax.layers import stack
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
+from mod_jax.layers.dense import LinearConfig
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import acm, lm, vit
 from mod_jax.models.acm import acmize
@@ -186,6 +187,14 @@ class TestFlops:
     assert acm.modules(config)['block_0/mlp'].learner_flops * N == dense
     rows = dict(config.flops_table(7))
     assert rows['block_0']['learners'] == 7 * dense
+
+  def test_so_does_anybodys_feed_forward(self):
+    width = LANGUAGE.width
+    slot = LinearConfig(inputs=(width,), outputs=(width,), axes=('embed', None))
+    backbone = dataclasses.replace(LANGUAGE, feed_forward=slot)
+    (module,) = acm.modules(adapted(backbone, replace=(FFNS,))).values()
+    assert module.inputs == module.outputs == width
+    assert module.learner_flops * N == slot.flops(1)['linear']
 
 
 # What an adaptive model shares with any other: how its layers are run.

@@ -100,7 +100,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize('name', CONFIGS)
+@pytest.mark.parametrize('name', ['text, tied', 'text, untied'])
 def test_every_gradient_is_that_of_float32(name):
   config, loss, inputs = CONFIGS[name]
   half = dataclasses.replace(config, dtype='bfloat16')
@@ -118,11 +118,6 @@ def test_every_gradient_is_that_of_float32(name):
       assert 'predictor' in where
       assert not b.any()
       return
-    if 'key' in where and 'bias' in where:
-      # Attention does not change where all keys do: rounding alone is left.
-      assert abs(a).max() < 1e-6
-      assert abs(b).max() < 1e-4
-      return
     a, b = (np.asarray(x, np.float64).ravel() for x in (a, b))
     length_a, length_b = np.linalg.norm(a), np.linalg.norm(b)
     assert np.linalg.norm(a - b) < 0.03 * length_a, where
@@ -132,10 +127,9 @@ def test_every_gradient_is_that_of_float32(name):
     assert (rounded != b).mean() > 0.5, where
 
   jax.tree_util.tree_map_with_path(compare, expected, got)
-  if 'text' in name:
-    # The commonest token, whose sum is the longest, alone.
-    a, b = expected['embedding'][0], got['embedding'][0]
-    np.testing.assert_allclose(b, a, atol=0.03 * np.linalg.norm(a))
+  # The commonest token, whose sum is the longest, alone.
+  a, b = expected['embedding'][0], got['embedding'][0]
+  np.testing.assert_allclose(b, a, atol=0.03 * np.linalg.norm(a))
 
 
 def is_sum_in_bfloat16(eqn):

@@ -69,7 +69,9 @@ ROUTING = {
   'gaussian': mod(score='gaussian', train_rule='fixed', gate='none'),
   'stride': mod(score='stride', train_rule='fixed'),
 }
-PROJECTIONS = AdaptiveConfig(replace=(acm.PROJECTIONS,))
+EXPERTS = ExpertsConfig(num_experts=8, capacity_factor=1.0)
+CHOOSING = ExpertsConfig(num_experts=4, choice='expert', threshold_decay=0.5)
+PROJECTIONS = AdaptiveConfig(replace=(acm.PROJECTIONS,), num_learners=2)
 BLOCKS = {
   'plain': {},
   'other attention': {
@@ -78,21 +80,14 @@ BLOCKS = {
     'rope_scaling': RopeScaling(kind='linear', factor=2.0),
     'lora': LoRAConfig(rank=2),
   },
-  'experts': {'experts': ExpertsConfig(num_experts=8, capacity_factor=1.0)},
+  'experts': {'experts': EXPERTS},
   'experts, several choices': {
     'experts': ExpertsConfig(num_experts=4, per_token=2, num_nulls=1),
     'mlp': 'gelu_tanh',
   },
-  'experts choose': {
-    'experts': ExpertsConfig(
-      num_experts=4, choice='expert', threshold_decay=0.5
-    )
-  },
+  'experts choose': {'experts': CHOOSING},
   'learners': {'adaptive': AdaptiveConfig(num_learners=2)},
-  'experts and learners': {
-    'experts': ExpertsConfig(num_experts=8, capacity_factor=1.0),
-    'adaptive': dataclasses.replace(PROJECTIONS, num_learners=2),
-  },
+  'experts and learners': {'experts': EXPERTS, 'adaptive': PROJECTIONS},
 }
 
 
@@ -233,12 +228,10 @@ def test_a_router_of_nan_is_not_passed_by(routing, block, rule):
     lambda path, x: x * jnp.nan if part in str(path) else x,
     variables['params'],
   )
-  output = (
-    config_of(routing, block)
-    .build()
-    .apply(
-      variables | {'params': broken}, jnp.asarray(TOKENS_BL[:2]), mode=rule
-    )
+  output = tiny.apply(
+    *(config_of(routing, block), variables | {'params': broken}),
+    jnp.asarray(TOKENS_BL[:2]),
+    mode=rule,
   )
   assert all(told.chosen_BL.all() for told in output.routing)
   assert jnp.isnan(output.logits_BLV).all() == (part == 'router')
