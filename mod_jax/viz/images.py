@@ -255,8 +255,9 @@ def compute_extremes(
   count = min(count, total // 2 or 1)
   chosen, texts = [], []
   for name, sign in (('cheapest', 1), ('dearest', -1)):
-    order = np.argsort(sign * load_B, kind='stable')[:count]
-    for rank, b in enumerate(order.tolist(), 1):
+    order = np.argsort(sign * load_B, kind='stable').tolist()
+    new = [b for b in order if b not in chosen][:count]
+    for rank, b in enumerate(new, 1):
       # As the captions below and the scale have it: a share, no percentage.
       text = f'{name} {rank}: {load_B[b]:.3g}'
       texts.append(f'{text} · {labels[b]}' if len(labels) else text)

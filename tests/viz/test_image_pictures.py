@@ -99,7 +99,10 @@ def test_each_image_stands_beside_its_load(rng, photos, seen, most):
   ('load', 'expected'),
   [
     ((0.5, 0.2, 0.9, 0.4, 0.2, 0.6, 0.8, 0.3, 0.7), [1, 4, 2, 6]),
-    ((0.1, 0.2, 0.3), [0, 2]),  # None is drawn twice.
+    # None is drawn twice.
+    ((0.1, 0.2, 0.3), [0, 2]),
+    ((0.5, 0.5, 0.5, 0.5), [0, 1, 2, 3]),
+    ((0.5,), [0]),
   ],
 )
 def test_the_cheapest_and_the_dearest(rng, photos, seen, load, expected):
