@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 import numpy as np
 
-from mod_jax.viz import images, style
+from mod_jax.viz import glyphs, images, style
 
 Found = Sequence[tuple[str, float, tuple[float, float, float, float]]]
 
@@ -58,7 +58,7 @@ def boxes(
         )
       )
       axes.text(
-        *(left * across, top * down, f'{name} {score:.2f}'),
+        *(left * across, top * down, f'{glyphs.plain(name)} {score:.2f}'),
         **{'fontsize': 6, 'color': 'white', 'va': 'bottom', 'zorder': 4},
         bbox={'fc': style.CHOSEN, 'ec': 'none', 'pad': 0.6},
       )

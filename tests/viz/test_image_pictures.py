@@ -122,6 +122,13 @@ def test_the_cheapest_and_the_dearest(rng, photos, seen, load, expected):
   assert first == f'cheapest 1: {min(load)} · {"abc"[expected[0]]}'
 
 
+def test_names_of_boxes_are_no_mathematics(photos, seen):
+  found = [[('a$^$', 0.9, (1, 1, 5, 5))]]
+  figure = viz.boxes(photos(1), found, {}, grid=(2, 2))
+  figure.draw_without_rendering()
+  assert 'a$^$ 0.90' in seen.words(figure)
+
+
 def test_patches_have_the_colour_of_their_expert(rng, photos, seen):
   pictures = photos(2)
   expert_RBL = rng.integers(AWAY, 3, (2, 2, 16))
