@@ -325,29 +325,33 @@ class Language(Modality):
     return ' '.join(words[:3])[:room] or '.'
 
   def _look(self, task, params, model_state):
-    """Returns the output on held-out rows, and what stands in the first."""
+    """Returns the output on held-out rows, and what stands in the first.
+
+    The third result says which tokens of the rows are real.
+    """
     ((batch, output),) = task.over_held_out(
       lambda output, _: output, params, model_state, 1
     )
-    length = int(self.token_weights(batch)[0].sum())
+    real_BL = np.asarray(self.token_weights(batch)) > 0
+    length = int(real_BL[0].sum())
     pieces = self.tokenizer.pieces(batch['tokens'][0, :length].tolist())
-    return output, pieces
+    return output, pieces, real_BL
 
   def pictures(self, task, params, model_state):
     config = self.config.model
     if not config.num_routed and config.experts is None:
       return {}
-    output, pieces = self._look(task, params, model_state)
+    output, pieces, real_BL = self._look(task, params, model_state)
     figures = {}
     if config.num_routed:
-      figures |= self._routing_pictures(output, pieces)
+      figures |= self._routing_pictures(output, pieces, real_BL)
     if config.experts is not None:
       figures |= self._expert_pictures(
         task, params, model_state, output, pieces
       )
     return figures
 
-  def _routing_pictures(self, output, pieces):
+  def _routing_pictures(self, output, pieces, real_BL):
     config, length = self.config.model, len(pieces)
     layers = config.routed_blocks
     thresholds = None
@@ -363,7 +367,9 @@ class Language(Modality):
         title='Held-out text: which blocks process which token',
       ),
       'router_weights': viz.score_histogram(
-        np.stack([r.score_BL for r in output.routing]),
+        np.stack(
+          [np.where(real_BL, r.score_BL, np.nan) for r in output.routing]
+        ),
         np.stack([r.chosen_BL for r in output.routing]),
         layers=layers,
         title='Router scores on held-out text',
@@ -415,7 +421,7 @@ class Language(Modality):
 
   def load_pictures(self, task, params, model_state):
     """Draws the learners that each token of a held-out text runs, by block."""
-    output, pieces = self._look(task, params, model_state)
+    output, pieces, real_BL = self._look(task, params, model_state)
     choices = stack_lib.collect(output.aux, 'adaptive')
     layers = sorted({int(name.split('/')[0][6:]) for name in choices})
     share_RL = np.stack(
@@ -435,7 +441,7 @@ class Language(Modality):
         title='Held-out text: where the compute goes',
       ),
       'compute': viz.compute_histogram(
-        np.asarray(task.load_per_row(choices)),
+        np.asarray(task.load_per_row(choices))[real_BL.any(axis=-1)],
         budget=task.objective.budget,
         title='Compute per held-out sequence',
       ),

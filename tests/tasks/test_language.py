@@ -19,10 +19,12 @@ import tiny
 from mod_jax import config as config_lib
 from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
+from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import language, make_task
+from mod_jax.tasks.experiment import ACMObjective
 from mod_jax.train import evaluation
 from mod_jax.train import state as state_lib
 from mod_jax.train.evaluation import held_out
@@ -419,6 +421,23 @@ def test_pictures(make):
     plt.close(figure)
   dense, params, model_state = make(None)
   assert dense.pictures(params, model_state) == {}
+
+
+def test_padding_is_in_no_picture(make):
+  changes = {
+    'evaluation.batch_size': 8,  # Rows of 99 tokens, and one of padding.
+    'model.adaptive': AdaptiveConfig(num_learners=2),
+    'objective': ACMObjective(phase='end_to_end'),
+  }
+  task = make_task(config_lib.replace(make(ROUTER)[0].config, changes))
+  variables = tiny.variables(task.config.model)
+  figures = task.pictures(variables['params'], {})
+  words = {
+    name: ' '.join(x.get_text() for x in figure.findobj(matplotlib.text.Text))
+    for name, figure in figures.items()
+  }
+  assert f'chosen {25 / 99:.1%}' in words['router_weights']
+  assert 'Measured: 7.' in words['compute']
 
 
 def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
