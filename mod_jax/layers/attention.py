@@ -162,7 +162,8 @@ class Attention(nn.Module):
 
   In cross-attention every token sees the whole source, without rotation.
 
-  Queries and keys are sown as intermediates, for pictures of attention.
+  Queries, keys and which of them are real are sown as intermediates, for
+  pictures of attention.
   """
 
   config: AttentionConfig
@@ -234,6 +235,8 @@ class Attention(nn.Module):
     )
     self.sow('intermediates', 'queries', q_BLHC)
     self.sow('intermediates', 'keys', k_BLGC)
+    if info.valid_BL is not None:
+      self.sow('intermediates', 'valid', info.valid_BL)
     if self.tells_keys:
       aux['keys'] = k_BLGC.mean(axis=2, dtype=jnp.float32)
     with jax.named_scope('attend'):  # For profiles.

@@ -62,8 +62,9 @@ def arank(task, params, model_state) -> Study:
       intermediates = intermediates['language']
     return [
       {
-        name: intermediates[f'block_{i}']['attention'][name][0][0]
-        for name in _SOWN
+        name: of_calls[0][0]
+        for name, of_calls in intermediates[f'block_{i}']['attention'].items()
+        if name in _SOWN
       }
       # Tokens enter the attention of a block whose feed-forward is routed.
       | ({'chosen': aux['router'].chosen_BL[0]} if layer.caches_chosen else {})
@@ -89,7 +90,9 @@ def arank(task, params, model_state) -> Study:
       seen_KS = (distance_KS >= 0) & (of_K[:, None] == of_K)
       if config.window is not None:
         seen_KS &= distance_KS < config.window
-      q_KHC, k_KGC = (layer[name][: len(at_K)] for name in _SOWN)
+      # Slots may be empty, and lie between others.
+      real = layer.get('valid', np.s_[:])
+      q_KHC, k_KGC = (layer[name][real] for name in ('queries', 'keys'))
       counts_R2.append((len(at_K), mean_rank(q_KHC, k_KGC, seen_KS)))
     counts_NR2.append(counts_R2)
   tokens_R, rank_R = np.mean(counts_NR2, axis=0).T
@@ -128,7 +131,7 @@ def arank(task, params, model_state) -> Study:
   )
 
 
-_SOWN = ('queries', 'keys')
+_SOWN = ('queries', 'keys', 'valid')
 
 
 def _lowest(value_R, count: int) -> list[int]:

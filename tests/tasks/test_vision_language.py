@@ -1,5 +1,6 @@
 """Questions about pictures as a task: training, evaluation, use."""
 
+import dataclasses
 import pathlib
 import types
 
@@ -15,6 +16,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.token_info import KINDS
 from mod_jax.models.vlm import place_images
 from mod_jax.runs import metrics as metrics_lib
+from mod_jax.studies import language as studies
 from mod_jax.tasks import make_task, phases
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -147,6 +149,23 @@ def test_image_tokens_name_the_digits_that_they_show():
   for name in ('targets', 'weights'):
     np.testing.assert_array_equal(row[name][after], plain[name][after])
   assert not plain['weights'][: start + grid**2].any()
+
+
+def test_ranks_are_of_what_enters_a_block(monkeypatch):
+  queries, config = [], SCENES.get_config('gamma_tiny')
+  monkeypatch.setattr(
+    studies, 'mean_rank', lambda q, *_: queries.append(q) or 0.0
+  )
+  monkeypatch.setattr(studies, '_SAMPLES', 1)
+  variables = tiny.variables(config.model)
+  params = variables.pop('params')
+  for model in (config.model, config.model.dense_twin()):
+    task = make_task(dataclasses.replace(config, model=model))
+    task.studies()['arank'](params, variables, None)
+  _, routed, _, _, dense, _ = queries
+  assert len(routed) < len(dense)
+  # The end of the answer, which always enters.
+  np.testing.assert_allclose(routed[-1], dense[-1], rtol=1e-4)
 
 
 def test_ranks_are_of_the_language_model_with_its_pictures():
