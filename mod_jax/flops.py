@@ -92,11 +92,13 @@ def _saved(config, length, frozen) -> int:
   known = tuple(start for row in starts.values() for start in row)
   # Gradients pass through a row of the table if it, or one before, is trained.
   # Parameters of no row come before all.
-  reached = any(not name.startswith(known) for name in trained)
+  before = any(not name.startswith(known) for name in trained)
   saved = 0
   for row, parts in table:
     trained_here = [name for name in trained if name.startswith(starts[row])]
-    reached |= bool(trained_here)
+    reached = before or bool(trained_here)
+    # What a head trains at an early exit is not before the blocks after it.
+    before = before if row == 'head' else reached
     if not reached:
       saved += 2 * products(parts)
     elif re.search(_BLOCK, row):
