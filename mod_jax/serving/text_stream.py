@@ -32,9 +32,9 @@ class TextStream:
       if text.endswith(tokenizers.REPLACEMENT):
         if count < tokenizers.CONTEXT:
           break  # Wait for the missing bytes of a character.
-        # The first byte is invalid; the next ones may begin a character.
-        count = 1
-        text = self._decoded(count)
+        # The first bytes are no character, or this one; the next may begin one.
+        text = self._decoded(1)
+        count = max(n for n in range(1, count) if self._decoded(n) == text)
       self._before = self._tokens[:count][-tokenizers.CONTEXT :]
       del self._tokens[:count]
       new_text += text

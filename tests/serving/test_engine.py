@@ -233,7 +233,9 @@ class TestText:
     pieces, rest, stopped = self.stream('one; t', '; th')
     assert (''.join(pieces), rest, stopped) == ('one', '; t', False)
 
-  @pytest.mark.parametrize('stray', [b'', b'\xff', b'\xff\xfe', b'\xf0\x9f'])
+  @pytest.mark.parametrize(
+    'stray', [b'', b'\xff', b'\xff\xfe', b'\xf0\x9f', '\ufffd'.encode()]
+  )
   def test_what_follows_a_byte_astray_is_not_lost(self, stray):
     data = stray + '😀中a'.encode() + b'\xe2'
     stream = TextStream(tokenizers.make('bytes'), [], ())
