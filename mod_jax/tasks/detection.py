@@ -130,7 +130,7 @@ class Detection(Pictures):
     return f'{super().summary(task, metrics)}\n{note} .50.'
 
   def pictures(self, task, params, model_state):
-    batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
+    batch = self.examples(_PICTURED)
     output = task.on_examples(params, model_state, batch, Mode())
     shown_BHWC = images_lib.denormalize(self.config.data, batch['image'])
     return draw(

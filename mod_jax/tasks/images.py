@@ -179,12 +179,6 @@ class Images(Pictures):
       by_name['importance'] = studies.importance
     return by_name
 
-  def examples(self, count: int) -> dict[str, np.ndarray]:
-    """Returns held-out images, spread over all of them, without padding."""
-    batch = next(iter(self.eval_batches(batch_size=count, num_batches=1)))
-    real_B = batch['weight'] > 0
-    return {name: value[real_B] for name, value in batch.items()}
-
   def named(self, label) -> str:
     """Returns the name of a class, or those of the true ones of a row [V]."""
     if not self.multi_label:

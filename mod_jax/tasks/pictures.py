@@ -4,6 +4,8 @@ import abc
 import json
 import types
 
+import numpy as np
+
 from mod_jax import flops
 from mod_jax.pretrained import source as source_lib
 from mod_jax.tasks.modality import Modality, table
@@ -40,6 +42,12 @@ class Pictures(Modality):
 
   def eval_batches(self, **kwargs):
     return self.reader.eval_batches(self.config.data, **kwargs)
+
+  def examples(self, count: int) -> dict[str, np.ndarray]:
+    """Returns held-out images, spread over all of them, without padding."""
+    batch = next(iter(self.eval_batches(batch_size=count, num_batches=1)))
+    real_B = batch['weight'] > 0
+    return {name: value[real_B] for name, value in batch.items()}
 
   def data_summary(self):
     classes = [name for name in self.classes if name]

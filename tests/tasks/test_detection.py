@@ -7,9 +7,11 @@ from command_line import run
 import numpy as np
 from PIL import Image
 import pytest
+import tiny
 
 import mod_jax
 from mod_jax import config as config_lib
+from mod_jax import viz
 from mod_jax.data import scenes
 from mod_jax.errors import UserError
 from mod_jax.models.detr import DETROutput
@@ -39,6 +41,16 @@ def test_a_run_measures_precision_and_draws(trained):
   assert 0 <= result.metrics['mAP'] <= result.metrics['mAP50'] <= 1
   assert np.isfinite(result.metrics['loss'])
   assert (workdir / 'pictures' / 'boxes.png').is_file()
+
+
+def test_padding_of_the_last_batch_is_not_drawn(monkeypatch):
+  config = SCENES.get_config('amod_tiny')
+  task = make_task(config_lib.replace(config, {'data.scenes.num_eval': 3}))
+  drawn = []
+  monkeypatch.setattr(viz, 'boxes', lambda shown, *_, **__: drawn.append(shown))
+  variables = tiny.variables(config.model)
+  task.pictures(variables.pop('params'), variables)
+  assert len(drawn[0]) == 3
 
 
 @pytest.mark.slow
