@@ -357,7 +357,7 @@ class LanguageModel(nn.Module):
         L - N. None without images.
     """
     config = self.config
-    mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
+    mode = config.routing_mode(mode) if isinstance(mode, str) else mode
     mode = self.mode.routing if mode is None else mode
     check_tokens(
       *(config, tokens_BL, valid_BL, segment_BL, targets_BL, weights_BL)

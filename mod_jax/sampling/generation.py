@@ -110,7 +110,8 @@ def generate(
     draft: proposes tokens that the model verifies several at a time. It changes
       the speed, but neither the greedy text nor the distribution of samples.
   """
-  mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
+  if isinstance(mode, str):
+    mode = model.config.routing_mode(mode)
   logits_lib.check(temperature, top_k, top_p, min_p)
   require(
     'params' in variables,

@@ -182,7 +182,7 @@ class Engine:
       if value < 1:
         raise UserError(f'{name}={value}: expected at least 1.')
     mode = config.decoding_mode if mode is None else mode
-    mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
+    mode = config.routing_mode(mode) if isinstance(mode, str) else mode
     generation.check_rule(config, mode)
     self.tokenizer, self._encode = run.tokenizer, run.encode
     self.slots, self.max_length, self.mode = slots, max_length, mode

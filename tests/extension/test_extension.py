@@ -1,5 +1,6 @@
 """The promise: a new member of the family is one file, one config, one test."""
 
+import dataclasses
 import importlib.util
 import pathlib
 import sys
@@ -18,6 +19,8 @@ from mod_jax.layers import stack
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.runs import metrics as metrics_lib
+from mod_jax.sampling import generate
+from mod_jax.serving.engine import Engine
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, loop
@@ -159,6 +162,23 @@ def test_a_score_with_state_and_its_rule(family, text, tmp_path):
     max_new_tokens=3,
     temperature=0.0,
   )
+
+
+def test_a_rule_by_its_name(family):
+  routing = MoDConfig(score=family.ExpertThreshold(), train_rule=family.Above())
+  config = dataclasses.replace(tiny.LM, routing=routing)
+  run = tiny.run(tiny.experiment(config))
+  assert Engine(run, slots=1, mode='above').mode == config.decoding_mode
+  by_name, by_rule = (
+    generate(
+      *(config.build(), run.variables, tiny.tokens(1)),
+      max_new_tokens=2,
+      mode=mode,
+      temperature=0.0,
+    )
+    for mode in ('above', config.decoding_mode)
+  )
+  tiny.same(vars(by_name), vars(by_rule))
 
 
 @pytest.mark.slow
