@@ -24,7 +24,6 @@ import numpy as np
 
 from mod_jax import cli
 from mod_jax.errors import UserError
-from mod_jax.models import lm
 from mod_jax.pretrained import load as load_lib
 from mod_jax.sampling import generation
 from mod_jax.serving.engine import Engine
@@ -87,7 +86,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
 
   def _scores(self, variables, tokens_BL, valid_BL):
     """Returns each token's log-probability, and whether it is the argmax."""
-    output = lm.LanguageModel(self._run.config).apply(
+    output = self._run.config.build().apply(
       variables,
       tokens_BL[:, :-1],
       valid_BL=valid_BL[:, :-1],

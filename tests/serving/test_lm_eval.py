@@ -5,10 +5,13 @@ import json
 import pathlib
 import types
 
+import jax
 import numpy as np
 import pytest
+import tiny
 
 import mod_jax
+from mod_jax import config as config_lib
 from mod_jax.errors import UserError
 from mod_jax.serving.engine import Engine
 
@@ -89,6 +92,19 @@ def test_a_routed_model_is_scored_under_a_causal_rule(harness, dense):
   assert long[0] == pytest.approx(short[0] + rest[0], abs=1e-3)
   with pytest.raises(UserError, match="rule='predictor' cannot generate"):
     adapter.ModJax(routed, rule='predictor')
+
+
+def test_a_model_that_sees_is_scored_on_texts(harness):
+  _, adapter = harness
+  scenes = config_lib.load(GOLDEN.parents[1] / 'configs/vlm/scenes.py')
+  run = tiny.run(scenes.get_config('pmod_tiny'))
+  ((found, _),) = adapter.ModJax(run, batch_size=2)._loglikelihood_tokens(
+    [(None, [97, 98], [99])]
+  )
+  language = {'params': run.variables['params']['language']}
+  output = tiny.apply(run.config.language, language, np.array([[97, 98]]))
+  expected = jax.nn.log_softmax(output.logits_BLV[0, -1])[99]
+  assert found == pytest.approx(float(expected), abs=1e-3)
 
 
 def test_a_long_continuation_leaves_room_for_what_it_continues(
