@@ -162,8 +162,8 @@ class Attention(nn.Module):
 
   In cross-attention every token sees the whole source, without rotation.
 
-  Queries, keys and which of them are real are sown as intermediates, for
-  pictures of attention.
+  Queries, keys, which of them are real and their sizes are sown as
+  intermediates, for pictures of attention.
   """
 
   config: AttentionConfig
@@ -252,6 +252,7 @@ class Attention(nn.Module):
           aux['attention'] = _masked_score(q_BLHC, k_BLGC, info.keep_BL)
       elif info.size_BL is not None:
         # A key counts `size` times. The kernels take no bias.
+        self.sow('intermediates', 'sizes', info.size_BL)
         bias_BHLS = jnp.log(info.size_BL)[:, None, None]
         out_BLHC = jax.nn.dot_product_attention(
           q_BLHC, k_BLGC, v_BLGC, bias_BHLS

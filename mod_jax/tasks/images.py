@@ -353,6 +353,9 @@ class Images(Pictures):
       weight_BHQS = attention_map(
         attention['queries'][0][:1], attention['keys'][0][:1]
       )
+      if 'sizes' in attention:  # A token counts as often as it holds patches.
+        weight_BHQS *= attention['sizes'][0][:1, None, None]
+        weight_BHQS /= weight_BHQS.sum(axis=-1, keepdims=True)
       map_HL = np.asarray(weight_BHQS[0].mean(axis=1))
       # A patch that was merged gets what its token gets.
       before = [places[name] for name in places if _number(name) < layer]

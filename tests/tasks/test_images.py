@@ -14,7 +14,7 @@ import pytest
 import tiny
 
 from mod_jax import config as config_lib
-from mod_jax import flops, losses, trees
+from mod_jax import flops, losses, trees, viz
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data import images as images_lib
@@ -650,6 +650,23 @@ def test_pictures(which):
   if 'routing' in names:
     studies.add('importance')
   assert set(task.studies()) == studies
+
+
+def test_attention_to_merged_patches_is_drawn_by_their_number(monkeypatch):
+  task = make_alone(TOME)
+  params = jax.tree.map(lambda x: x, init(task)[0])
+  attention = params['block_1']['attention']  # Where all keys are alike.
+  attention['query'] = jax.tree.map(jnp.zeros_like, attention['query'])
+  drawn = []
+  monkeypatch.setattr(viz, 'attention_maps', lambda _, x, **__: drawn.append(x))
+  shown_BHWC, _, output, intermediates = task.modality.look(task, params, {})
+  places = output.places
+  task.modality._draw_attention(shown_BHWC[0], intermediates, places)
+  place_L = np.asarray(places['block_0'][0])
+  size_L = np.bincount(place_L)[place_L]
+  assert size_L.max() > 1
+  _, map_HL = drawn[0]
+  np.testing.assert_allclose(map_HL, [size_L[1:] / 17] * 2, rtol=1e-5)
 
 
 def test_never_is_no_look_at_experts_that_choose():
