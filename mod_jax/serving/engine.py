@@ -119,8 +119,9 @@ class Load:
 
   running: int  # Requests that have a slot.
   waiting: int  # Requests that wait for one.
-  # Share of (token, block) pairs that were skipped, of the tokens in the slots;
-  # those of a request that has ended count until its slot is taken again.
+  # Share of (token, block) pairs whose attention was skipped, of the tokens in
+  # the slots; those of a request that has ended count until its slot is taken
+  # again.
   skipped: float
   filled: float  # Share of the tokens that the slots can hold.
 

@@ -42,7 +42,8 @@ class Metrics:
     )
     self._skipped = metric(
       *(Gauge, 'blocks_skipped_ratio'),
-      'Share of (token, block) pairs skipped, of the tokens in the slots.',
+      'Share of (token, block) pairs whose attention was skipped, of the tokens'
+      ' in the slots.',
     )
     self._filled = metric(
       *(Gauge, 'cache_filled_ratio'),
