@@ -1,6 +1,7 @@
 """What the tests of several data sources ask of them and of batches."""
 
 import itertools
+import json
 
 import numpy as np
 
@@ -35,3 +36,38 @@ def joined(shards):
     {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     for parts in zip(*shards, strict=True)
   ]
+
+
+def assert_resumed(make, stop, count):
+  """Returns what comes after `stop` batches, however an iterator got there."""
+  iterator = make()
+  take(iterator, stop)
+  state = json.loads(json.dumps(iterator.get_state()))
+  expected = take(iterator, count)
+  # One that is already under way can go back, too.
+  for other in (make(), iterator):
+    other.set_state(state)
+    assert_same(take(other, count), expected)
+  return expected
+
+
+def assert_sharded(make, rows, counts):
+  """Asserts that any number of hosts gets, and goes on with, the same batches.
+
+  `make` takes how many rows a host has of each batch, and which host it is.
+  """
+  alone = make(rows)
+  whole, state = take(alone, 20), alone.get_state()
+  after = take(alone, 3)
+  for count in counts:
+    shards = [
+      make(rows // count, shard_index=i, shard_count=count)
+      for i in range(count)
+    ]
+    assert_same(joined([take(shard, 20) for shard in shards]), whole)
+    # One position for all, whoever wrote it.
+    assert [shard.get_state() for shard in shards] == [state] * count
+    for shard in shards:
+      take(shard, 1)
+      shard.set_state(json.loads(json.dumps(state)))
+    assert_same(joined([take(shard, 3) for shard in shards]), after)

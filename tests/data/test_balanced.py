@@ -1,10 +1,10 @@
 """Balanced draws and class weights of folders with classes of unequal size."""
 
 import dataclasses
+import functools
 import itertools
-import json
 
-from batch_checks import assert_same, joined, take
+from batch_checks import assert_same, assert_sharded, take
 import numpy as np
 from PIL import Image
 import pytest
@@ -69,20 +69,7 @@ def test_every_class_is_drawn_equally_often(folder, seed):
 
 def test_any_number_of_hosts_gets_the_same_batches(folder):
   config = dataclasses.replace(folder, augment=MIXED)
-  alone = train(config, batch_size=6, seed=2)
-  whole, state = take(alone, 9), alone.get_state()
-  after = take(alone, 3)
-  for count in (2, 3, 6):
-    shards = [
-      train(config, 6 // count, seed=2, shard_index=i, shard_count=count)
-      for i in range(count)
-    ]
-    assert_same(joined([take(shard, 9) for shard in shards]), whole)
-    # As many others continue.
-    assert [shard.get_state() for shard in shards] == [state] * count
-    for shard in shards:
-      shard.set_state(json.loads(json.dumps(state)))
-    assert_same(joined([take(shard, 3) for shard in shards]), after)
+  assert_sharded(functools.partial(train, config, seed=2), 6, (2, 3, 6))
 
 
 def test_worker_processes_draw_the_same(folder):

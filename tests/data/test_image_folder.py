@@ -121,92 +121,64 @@ def test_formats_and_modes(kind, mode):
   np.testing.assert_allclose(image.getpixel((3, 2)), color, atol=4)
 
 
-@pytest.mark.filterwarnings('error')
-def test_palette_with_transparency():
-  data = encoded((204, 0, 0), mode='P', transparency=bytes([0] * 256))
-  assert image_folder.decode(data, 'it').getpixel((0, 0)) == (204, 0, 0)
-
-
-def test_of_an_animation_the_first_frame():
-  file = io.BytesIO()
-  frames = [Image.new('RGB', (4, 4), c) for c in ('red', 'blue')]
-  frames[0].save(file, 'GIF', save_all=True, append_images=frames[1:])
-  image = image_folder.decode(file.getvalue(), 'it')
-  assert image.getpixel((0, 0)) == (255, 0, 0)
-
-
-def test_orientation_of_exif_data():
-  exif = Image.Exif()
-  exif[0x0112] = 6  # To be turned by 90 degrees.
-  image = image_folder.decode(encoded(kind='JPEG', exif=exif), 'it')
-  assert image.size == (4, 6)
-
-
-@pytest.mark.filterwarnings('ignore:Corrupt EXIF')
-def test_damaged_exif_data_do_no_harm():
-  exif = b'Exif\x00\x00MM\x00*\x00\x00\x00\x08\xff\xff'
-  image = image_folder.decode(encoded(kind='JPEG', exif=exif), 'it')
-  assert image.size == (6, 4)
+@pytest.mark.filterwarnings('error', 'ignore:Corrupt EXIF')
+def test_what_else_a_file_may_hold():
+  turned = Image.Exif()
+  turned[0x0112] = 6  # By 90 degrees.
+  damaged = b'Exif\x00\x00MM\x00*\x00\x00\x00\x08\xff\xff'
+  frame = Image.new('RGB', (6, 4), 'blue')
+  for kwargs, size in (
+    ({'mode': 'P', 'transparency': bytes(256)}, (6, 4)),
+    ({'kind': 'GIF', 'save_all': True, 'append_images': [frame]}, (6, 4)),
+    ({'kind': 'JPEG', 'exif': turned}, (4, 6)),
+    ({'kind': 'JPEG', 'exif': damaged}, (6, 4)),
+  ):
+    image = image_folder.decode(encoded((204, 0, 0), **kwargs), 'it')
+    assert image.size == size
+    np.testing.assert_allclose(image.getpixel((0, 0)), (204, 0, 0), atol=4)
 
 
 # Files that are no pictures.
 
 
-@pytest.fixture
-def broken(tmp_path):
-  write(tmp_path, *(f'{s}/{c}/{i}.png' for s in ('train', 'val') for c in 'ab'
-                    for i in range(3)))  # fmt: skip
+def test_bad_files_are_named_or_left_out(tmp_path, caplog):
+  names = [f'{c}/{i}.png' for c in 'ab' for i in range(3)]
+  write(tmp_path, *(f'{s}/{n}' for s in ('train', 'val') for n in names))
   write(tmp_path, 'train/a/empty.png', content=b'')
   write(tmp_path, 'train/b/text.jpg', content=b'no picture at all')
-  return tmp_path
-
-
-def test_bad_files_are_named_and_counted(broken):
   message = (
     r'2 of the 8 files under .* cannot be read as pictures: a/empty.png '
     r"\(empty\), b/text.jpg \(no picture.*\); repair.*unreadable='skip'"
   )
   with pytest.raises(errors.UserError, match=message):
-    images.train_iterator(config(broken), batch_size=1, seed=0)
+    images.train_iterator(config(tmp_path), batch_size=1, seed=0)
   # The held-out files are in order.
-  assert len(list(images.eval_batches(config(broken), batch_size=2))) == 3
-
-
-def test_bad_files_are_left_out_by_option(broken, caplog):
+  assert len(list(images.eval_batches(config(tmp_path), batch_size=2))) == 3
   with caplog.at_level('WARNING', logger='absl'):
-    train = open_split(broken, unreadable='skip')
-  assert [n for n, _ in contents(train)] == [
-    f'{c}/{i}.png' for c in 'ab' for i in range(3)
-  ]
+    train = open_split(tmp_path, unreadable='skip')
+  assert [n for n, _ in contents(train)] == names
   assert '2 of the 8 files' in caplog.text
   assert 'a/empty.png (empty)' in caplog.text
 
 
-@pytest.fixture
-def truncated(tmp_path):
-  """Files that begin well; one of each split ends too early."""
+def test_a_file_that_fails_at_decoding_is_named_or_left_out(tmp_path, caplog):
+  # Files that begin well; one of each split ends too early.
   for split in ('train', 'val'):
     for c, color in (('a', (255, 0, 0)), ('b', (0, 0, 255))):
       for i in range(2):
         write(tmp_path, f'{split}/{c}/{i}.png', content=encoded(color))
     cut = encoded((9, 99, 9), size=(64, 64))[:-60]
     write(tmp_path, f'{split}/b/cut.png', content=cut)
-  return tmp_path
-
-
-def test_a_file_that_fails_at_decoding_is_named(truncated):
-  cut = config(truncated)
   for batches in (
-    images.train_iterator(cut, batch_size=5, seed=0),
-    images.eval_batches(cut, batch_size=5),
+    images.train_iterator(config(tmp_path), batch_size=5, seed=0),
+    images.eval_batches(config(tmp_path), batch_size=5),
   ):
     message = r"cut\.png' cannot be decoded \(.*unreadable='skip'"
     with pytest.raises(errors.UserError, match=message):
       next(batches)
 
-
-def test_a_file_that_fails_at_decoding_is_left_out_by_option(truncated, caplog):
-  skip = config(truncated, unreadable='skip')
+  caplog.clear()
+  skip = config(tmp_path, unreadable='skip')
   batches = list(images.eval_batches(skip, batch_size=5))
   assert [b['weight'].tolist() for b in batches] == [[1, 1, 1, 1, 0]]
   assert not batches[0]['image'][4].any()

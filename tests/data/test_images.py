@@ -1,7 +1,7 @@
 """Batches of pictures: format, order, resuming, shards, evaluation, TFDS."""
 
 import dataclasses
-import itertools
+import functools
 import json
 import multiprocessing
 import os
@@ -9,7 +9,13 @@ import pickle
 import shutil
 import signal
 
-from batch_checks import assert_same, fingerprint_of, joined, take
+from batch_checks import (
+  assert_resumed,
+  assert_same,
+  assert_sharded,
+  fingerprint_of,
+  take,
+)
 import numpy as np
 from PIL import Image
 import pytest
@@ -139,21 +145,12 @@ def test_every_epoch_has_each_picture_once_in_another_order(folder):
 @pytest.mark.parametrize('stop', [0, 5])
 def test_resume_with_augmentation_across_an_epoch(folder, stop):
   config = dataclasses.replace(folder, augment=AUGMENTED)
-  iterator = train(config, seed=3)
-  take(iterator, stop)
-  state = json.loads(json.dumps(iterator.get_state()))
-  expected = take(iterator, 8)
+  expected = assert_resumed(lambda: train(config, seed=3), stop, 8)
   for batch in expected:
     check(batch, {'image': (4, 4, 4, 3), 'target': (4, 2)})
     np.testing.assert_allclose(batch['target'].sum(-1), 1, rtol=1e-5)
-  resumed = train(config, seed=3)
-  resumed.set_state(state)
-  assert_same(take(resumed, 8), expected)
-  # An iterator that is already under way can go back, too.
-  iterator.set_state(state)
-  assert_same(take(iterator, 8), expected)
-  other = take(train(config, seed=4), 1)
-  assert not np.array_equal(other[0]['image'], expected[0]['image'])
+  (other,) = take(train(config, seed=4), 1)
+  assert not np.array_equal(other['image'], expected[0]['image'])
 
 
 @pytest.mark.slow
@@ -181,62 +178,29 @@ def test_workers_change_nothing():
   assert_same(take(alone, 1), expected[4:])
 
 
-@pytest.mark.parametrize('count', [2, 6])
-def test_batches_do_not_depend_on_the_number_of_shards(folder, count):
+def test_batches_do_not_depend_on_the_number_of_shards(folder):
   # Neither does anything that is random for a picture or a batch.
   config = dataclasses.replace(folder, augment=AUGMENTED)
-  alone = train(config, batch_size=6, seed=2)
-  whole, state = take(alone, 9), alone.get_state()
-  after = take(alone, 1)
-  shards = [
-    train(config, 6 // count, seed=2, shard_index=i, shard_count=count)
-    for i in range(count)
-  ]
-  assert_same(joined([take(shard, 9) for shard in shards]), whole)
-  assert [shard.get_state() for shard in shards] == [state] * count
-  for shard in shards:
-    shard.set_state(json.loads(json.dumps(state)))
-  assert_same(joined([take(shard, 1) for shard in shards]), after)
+  assert_sharded(functools.partial(train, config, seed=2), 6, (2, 6))
 
 
 # Evaluation.
 
 
-@pytest.mark.parametrize('count', [1, 3])
-def test_eval_counts_each_picture_once(folder, count):
-  shards = [
-    list(
-      images.eval_batches(
-        folder, batch_size=2, shard_index=i, shard_count=count
-      )
-    )
-    for i in range(count)
-  ]
-  assert {len(s) for s in shards} == {-(-11 // (2 * count))}
-  everything = list(itertools.chain(*shards))
-  for batch in everything:
+def test_eval_counts_each_picture_once(folder):
+  (*batches,) = images.eval_batches(folder, batch_size=2)
+  assert len(batches) == 6
+  for batch in batches:
     check(batch, {'image': (2, 4, 4, 3), 'label': (2,), 'weight': (2,)})
-    assert set(batch['weight']) <= {0, 1}
-  seen = ids(folder, everything)
-  assert sorted(seen) == list(range(11))
-  weights = np.concatenate([b['weight'] for b in everything])
-  labels = np.concatenate([b['label'] for b in everything])
-  np.testing.assert_array_equal(labels[weights > 0], np.array(seen) % 2)
-  again = images.eval_batches(folder, batch_size=2, shard_count=count)
-  assert_same(list(again), shards[0])
-
-
-def test_limited_eval_is_spread(folder):
-  limited = list(images.eval_batches(folder, batch_size=2, num_batches=2))
-  assert len(limited) == 2
+  seen = ids(folder, batches)
   # The order of evaluation is by class, then by name.
-  whole = ids(folder, images.eval_batches(folder, batch_size=11))
-  seen = [whole.index(i) for i in ids(folder, limited)]
-  assert seen == [0, 2, 5, 8]
-  assert_same(
-    list(images.eval_batches(folder, batch_size=2, num_batches=99)),
-    list(images.eval_batches(folder, batch_size=2)),
+  assert sorted(seen) == list(range(11))
+  weights, labels = (
+    np.concatenate([b[name] for b in batches]) for name in ('weight', 'label')
   )
+  np.testing.assert_array_equal(labels[weights > 0], np.array(seen) % 2)
+  limited = images.eval_batches(folder, batch_size=2, num_batches=2)
+  assert ids(folder, limited) == [seen[i] for i in (0, 2, 5, 8)]
 
 
 # TensorFlow Datasets.

@@ -1,13 +1,14 @@
 """Batches of text: coverage, order, resuming, shards, segments, errors."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import pathlib
 import tempfile
 
-from batch_checks import assert_same, joined, take
+from batch_checks import assert_resumed, assert_same, assert_sharded, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
@@ -152,43 +153,17 @@ def test_resume_at_and_across_an_epoch_boundary(
 ):
   # 109 rows in batches of 4: the 28th batch crosses into the second epoch.
   config = files_config(root, segments=segments, read_threads=read_threads)
-  iterator = text.train_iterator(config, batch_size=4, seed=5)
-  take(iterator, stop)
-  state = json.loads(json.dumps(iterator.get_state()))
-  expected = take(iterator, 40)
-  for batch in expected:
+  make = functools.partial(text.train_iterator, config, batch_size=4, seed=5)
+  for batch in assert_resumed(make, stop, 40):
     check_format(batch, 4, 8, segments)
-  resumed = text.train_iterator(config, batch_size=4, seed=5)
-  resumed.set_state(state)
-  assert_same(take(resumed, 40), expected)
-  # An iterator that is already under way can go back, too.
-  iterator.set_state(state)
-  assert_same(take(iterator, 40), expected)
 
 
-@pytest.mark.parametrize('count', [2, 3, 4])
-def test_batches_do_not_depend_on_the_number_of_shards(root, count):
-  config = files_config(root)
-  alone = text.train_iterator(config, batch_size=12, seed=2)
-  whole, state = take(alone, 20), alone.get_state()
-  after = take(alone, 3)
-  shards = [
-    text.train_iterator(
-      config,
-      batch_size=12 // count,
-      seed=2,
-      shard_index=i,
-      shard_count=count,
-    )
-    for i in range(count)
-  ]
-  assert_same(joined([take(shard, 20) for shard in shards]), whole)
-  # One position for all, whoever wrote it.
-  assert [shard.get_state() for shard in shards] == [state] * count
-  for shard in shards:
-    take(shard, 1)
-    shard.set_state(json.loads(json.dumps(state)))
-  assert_same(joined([take(shard, 3) for shard in shards]), after)
+def test_batches_do_not_depend_on_the_number_of_shards(root):
+  def make(batch_size, **shard):
+    config = files_config(root)
+    return text.train_iterator(config, batch_size=batch_size, seed=2, **shard)
+
+  assert_sharded(make, 12, (2, 3, 4))
 
 
 # Epochs.
