@@ -187,8 +187,9 @@ def test_a_table_is_read(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-  ('text', 'sentence'),
+  ('content', 'sentence'),
   [
+    # Tables.
     (b'image\tanswer\na\tb\n', 'expected image, question, answer'),
     (b'\xff', 'cannot be read as TSV'),
     (f'{TABLE}\tWhat?\tIt\t\n'.encode(), 'example 0 has no image'),
@@ -197,49 +198,23 @@ def test_a_table_is_read(tmp_path, kind):
     (f'{TABLE}/a\tWhat?\tIt\t\n'.encode(), 'outside of the folder'),
     (f'{TABLE}a\t<image>\tIt\t\n'.encode(), '1 pictures and 2 <image>'),
     (TABLE.encode(), 'has 0 examples'),
-  ],
-)
-def test_wrong_tables_are_named(tmp_path, text, sentence):
-  path = tmp_path / 'data.tsv'
-  path.write_bytes(text)
-  config = ConversationDataConfig(source='table', path=str(path))
-  with pytest.raises(UserError, match=sentence):
-    conversations.open_split(config, 'train')
-  path = tmp_path / 'data.parquet'
-  path.write_bytes(text)
-  with pytest.raises(UserError, match='cannot be read as Parquet'):
-    conversations.open_split(
-      ConversationDataConfig(source='table', path=str(path)), 'train'
-    )
-
-
-@pytest.mark.parametrize(
-  ('example', 'sentence'),
-  [
+    # Files of LLaVA: an example of them, or what is no list of such.
     ({'conversations': PAIR}, 'example 0 has 0 pictures and 1 <image>'),
-    (
-      {'image': ['a', 'b'], 'conversations': PAIR},
-      'has 2 pictures and 1 <image>',
-    ),
     ({'image': '../a', 'conversations': PAIR}, 'outside of the folder'),
     ({'image': 3, 'conversations': PAIR}, 'no name of a file'),
     ({'conversations': PAIR[::-1]}, "in part 0 no text from 'human'"),
     ({'conversations': PAIR[:1]}, 'has no conversations'),
-    ({}, 'has no conversations'),
+    ('{}', 'expected a list'),
+    ('{', 'is no JSON'),
   ],
 )
-def test_wrong_examples_are_named(tmp_path, example, sentence):
-  config = write(tmp_path, [example, example])
+def test_wrong_files_are_named(tmp_path, content, sentence):
+  if isinstance(content, dict):
+    config = write(tmp_path, [content, content])
+  else:
+    source = 'table' if isinstance(content, bytes) else 'llava'
+    path = tmp_path / 'data.tsv'
+    path.write_bytes(content if source == 'table' else content.encode())
+    config = ConversationDataConfig(source=source, path=str(path))
   with pytest.raises(UserError, match=sentence):
     conversations.open_split(config, 'train')
-
-
-def test_what_is_no_file_of_llava_is_refused(tmp_path):
-  config = write(tmp_path, {})
-  with pytest.raises(UserError, match='expected a list'):
-    conversations.open_split(config, 'train')
-  (tmp_path / 'data.json').write_text('{')
-  with pytest.raises(UserError, match='is no JSON'):
-    conversations.open_split(config, 'eval')
-  with pytest.raises(UserError, match='needs path'):
-    ConversationDataConfig(source='llava')
