@@ -53,14 +53,6 @@ def start(config):
   return task, jax.tree.map(jnp.asarray, params), state
 
 
-def test_the_recipe(dense):
-  config = build('', dense)
-  assert config.model.capacities == (None, 0.125)
-  assert config.train.capacity_warmup_steps == 0.2
-  assert config.optimizer.learning_rate == 1e-5
-  assert build('every_other', dense).model.routing.first == 0
-
-
 def test_a_model_that_is_still_the_dense_one_learns_nothing_from_it(dense):
   routing = {'model.routing.capacity': 1.0, 'model.routing.router_std': 0.0}
   config = build('distilled', dense, **routing)

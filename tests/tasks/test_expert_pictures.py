@@ -64,18 +64,3 @@ def test_the_map_and_the_load_of_a_model(task):
   # Two choices of each token, whoever gets them; the router may pass all by.
   assert all_tokens == pytest.approx(2)
   assert routed == pytest.approx(2) or routed == 0
-
-
-def test_curves_and_summary_tell_of_experts(task):
-  figures = task.curves([{'step': 1, 'kind': 'train', 'experts/busiest': 2.0}])
-  assert set(figures) == {'curves', 'experts'}
-  names = {
-    f'{rule}/{name}': 0.5
-    for rule in ('top_k', 'router')
-    for name in ('loss', 'experts/null', 'experts/busiest', 'never_route')
-  }
-  head, first, *_, null, busiest = task.summary(names).splitlines()
-  assert head.split()[-2:] == ['experts/null', 'experts/busiest']
-  assert first.split()[-2:] == ['0.5000', '0.5000']
-  assert 'which should be 0.2500' in null
-  assert 'at most 3' in busiest

@@ -35,7 +35,6 @@ EVERY = {'capacity': 0.25, 'period': 1, 'offset': 0}
 ALL = MoDConfig(**EVERY, router_std=1.0, predictor_width=8, threshold_decay=0.5)
 ROUTER = MoDConfig(**EVERY, router_std=1.0)
 GAUSSIAN = MoDConfig(**EVERY, score='gaussian')
-STRIDE = MoDConfig(**EVERY, score='stride')
 
 EVALUATION = {'evaluation.batches': 0, 'evaluation.batch_size': 4}
 AGREEMENT = {
@@ -151,11 +150,7 @@ class TestEvaluate:
     assert metrics['top_k/routed'] == pytest.approx(25 / 99)
     assert metrics['router/accuracy'] < 1
     json.dumps(metrics)
-    table = task.summary(metrics)
-    for rule in self.RULES:
-      assert f'{rule} ' in table
-    assert f'accuracy is {1 - 25 / 99:.4f}' in table
-    assert 'nan' not in table
+    assert f'accuracy is {1 - 25 / 99:.4f}' in task.summary(metrics)
 
   @pytest.mark.slow
   def test_with_few_slots(self, make, tmp_path, capsys, monkeypatch):
@@ -213,9 +208,6 @@ class TestEvaluate:
       reference(task, params, model_state, 'top_k'), rel=1e-5
     )
     assert task.main_metrics(metrics) == {'loss': metrics['loss']}
-    title, row = task.summary(metrics).splitlines()
-    assert title.split() == ['loss', 'perplexity', 'bits_per_byte']
-    assert row.split()[:2] == ['model', f'{metrics["loss"]:.4f}']
 
   def test_bytes_of_subwords(self, make):
     task, params, model_state = make(None)
@@ -237,9 +229,8 @@ class TestEvaluate:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('routing', [GAUSSIAN, STRIDE], ids=lambda r: r.score)
-def test_controls_evaluate_and_sample(make, routing):
-  task, params, model_state = make(routing)
+def test_a_control_evaluates_and_samples(make):
+  task, params, model_state = make(GAUSSIAN)
   assert task.modality.rules == ('top_k', 'fixed')
   metrics = held_out(task, params, model_state, tiny.one_device())
   again = held_out(task, params, model_state, tiny.one_device())
@@ -247,16 +238,10 @@ def test_controls_evaluate_and_sample(make, routing):
   assert metrics['top_k/routed'] == pytest.approx(25 / 99)
   assert 0 < metrics['fixed/routed'] < 0.6
   assert np.isfinite(metrics['fixed/loss'])
-  if routing == STRIDE:  # Sampled and drawn as the other is.
-    return
   (sample,) = task.modality.sample(
     params, model_state, ['ab'], max_new_tokens=5, key=jax.random.key(0)
   )
   assert 0 < len(sample) <= 5
-  figures = task.pictures(params, model_state)
-  assert set(figures) == {'routing', 'router_weights'}
-  for figure in figures.values():
-    plt.close(figure)
 
 
 def test_what_is_not_learnt_is_read(make):
@@ -276,40 +261,6 @@ def test_what_is_not_learnt_is_read(make):
     for b in (batch, masked)
   )
   np.testing.assert_array_equal(one.logits_BLV, other.logits_BLV)
-
-
-def test_documents_and_padding(make):
-  task, params, model_state = make(ROUTER, segments=True)
-  batch = next(task.modality.train_iterator())
-  assert 'segments' in batch
-  batch = _with_two_documents(batch)
-
-  @jax.jit
-  def run(batch):
-    return task.loss(params, model_state, batch, jax.random.key(0), 0.0)[0]
-
-  loss = float(run(batch))
-  # One document instead of two: the second sees the first.
-  merged = {**batch, 'segments': np.minimum(batch['segments'], 1)}
-  assert float(run(merged)) != pytest.approx(loss, rel=1e-6)
-  # Whatever stands in the padding changes nothing.
-  padding = batch['segments'] == 0
-  assert padding.any()
-  other = {**batch, 'tokens': np.where(padding, 7, batch['tokens'])}
-  other['targets'] = np.where(padding, 9, batch['targets'])
-  assert float(run(other)) == pytest.approx(loss, abs=1e-6)
-
-
-def _with_two_documents(batch):
-  """Ends a document in the middle of each row, and pads the last quarter."""
-  rows, length = batch['tokens'].shape
-  position = np.arange(length)
-  segments = np.where(position < length // 2, 1, 2)
-  segments = np.where(position < 3 * length // 4, segments, 0)
-  segments = np.tile(segments, (rows, 1)).astype(np.int32)
-  weights = (segments > 0).astype(np.float32)
-  weights[:, length // 2 - 1] = 0
-  return {**batch, 'segments': segments, 'weights': weights}
 
 
 @pytest.mark.parametrize(('capacity', 'told'), [(0.25, 0), (1.0, 1)])

@@ -1,6 +1,5 @@
 """Conversion in three phases: what trains when, stopping, skipping, alone."""
 
-import json
 import re
 import shutil
 import signal
@@ -19,7 +18,6 @@ from mod_jax.models import acm
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import lock
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.sweeps import grid
 from mod_jax.tasks import phases
 from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -152,14 +150,6 @@ class TestWhole:
     differ, same = changed(trees.flatten(fresh), learners)
     assert (differ, same - {'backbone'}) == ({'learners'}, {'gate'})
 
-  def test_held_out_numbers_of_each_phase(self, whole):
-    workdir, result = whole
-    first = json.loads((workdir / 'phase_learners/eval.json').read_text())
-    assert {name.split('/')[0] for name in first} == {'step', 'k2'}
-    told = json.loads((workdir / 'eval.json').read_text())
-    assert {'loss', 'load', 'load_std', 'budget_error'} <= set(told)
-    assert {'step': 3, **result.metrics} == told
-
   def test_run_again_it_only_reads(self, whole, config, monkeypatch):
     workdir, result = whole
     done = []
@@ -260,24 +250,6 @@ def test_a_state_does_not_outlive_its_phase(config, tmp_path, monkeypatch):
   assert len(states) == 3
 
 
-def test_steps_to_profile_are_those_of_all_phases_to_come(
-  whole, config, tmp_path, monkeypatch
-):
-  begun = []
-
-  def train(task, run, workdir, **_):
-    begun.append(run.objective.phase)
-    return loop.Result(3, 3, True, {'loss': 1.0}, None)
-
-  monkeypatch.setattr(loop, 'train', train)
-  third = range(3, 4)  # Of the last phase only.
-  with pytest.raises(UserError, match='--profile=3:3'):
-    phases.train(config, tmp_path, profile=third)
-  assert begun == []
-  phases.train(config, whole[0], profile=third)
-  assert begun == ['end_to_end']
-
-
 def test_a_phase_alone_is_that_of_all(whole, config, tmp_path):
   before = str(whole[0] / 'phase_learners')
   alone = {'objective.phase': 'gates', 'init': before}
@@ -314,22 +286,3 @@ def test_the_gates_may_have_a_rate_of_their_own(config, tmp_path):
   assert others[1:] == (1.0, 0)
   assert re.search(gates[0], 'block_0/mlp_acm/gate/hidden/kernel')
   assert not re.search(gates[0], 'block_0/mlp_acm/up')
-
-
-def test_a_sweep_over_budgets_runs_all_phases(whole, config, tmp_path):
-  axes = grid.parse(config, ['objective.budget=0.9'])
-  (point,) = points = grid.run(config, axes, tmp_path)
-  assert point.values == {'objective.budget': 0.9}
-  assert point.metrics['budget_error'] == pytest.approx(
-    point.metrics['load'] - 0.9
-  )
-  assert set(point.main) == {
-    *('loss', 'accuracy', 'top5', 'load', 'load_std', 'gmacs')
-  }
-  assert (tmp_path / 'pareto.png').is_file()
-  assert 'load_std' in grid.table(points)
-  # Only the last phase knows of the budget.
-  directory = tmp_path / point.name
-  for phase in ('phase_learners', 'phase_gates'):
-    tiny.same(weights(directory / phase), weights(whole[0] / phase))
-  assert 'gate' in changed(weights(whole[0]), weights(directory))[0]

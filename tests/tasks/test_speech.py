@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import shutil
 
 import command_line
 import jax
@@ -18,7 +17,7 @@ from mod_jax.data.characters import Characters
 from mod_jax.errors import UserError
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
-from mod_jax.tasks import make_task, phases, warm_start
+from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.speech import Speech
 
 pytestmark = pytest.mark.slow
@@ -194,19 +193,3 @@ def test_a_conversion_counts_real_frames_only(dense, tmp_path):
   assert sum(x['frames'] * x['learners'] for x in parts) == pytest.approx(
     learners, rel=1e-4
   )
-
-
-def test_a_folder_of_hugging_face_is_loaded_and_tuned(tmp_path):
-  folder = shutil.copytree(GOLDEN / 'layer', tmp_path / 'model')
-  characters = ['<pad>', '|', *'abdegilkr']
-  vocabulary = ', '.join(f'"{x}": {i}' for i, x in enumerate(characters))
-  (folder / 'vocab.json').write_text('{' + vocabulary + '}')
-  run = mod_jax.load(folder)
-  audio_files.write(tmp_path / 'a.wav', np.sin(np.arange(4000)), 8000)
-  (transcript,) = run.predict([tmp_path / 'a.wav'])
-  assert set(transcript.text) <= set(' abdegilkr')
-  params = run.variables['params']
-  loaded, _ = warm_start.load_weights(
-    str(folder), run.config, jax.tree.map(np.zeros_like, params), {}
-  )
-  jax.tree.map(np.testing.assert_array_equal, loaded, params)
