@@ -16,14 +16,16 @@ import flax.struct
 import grain
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
 import tiny
 
+from mod_jax import parallel
 from mod_jax.errors import UserError
+from mod_jax.parallel import MeshConfig
 from mod_jax.runs import checkpoints, checksums
 from mod_jax.runs.checkpoints import CheckpointConfig, Checkpointer
 
@@ -98,16 +100,6 @@ def restore(directory, iterator=None):
     return checkpointer.restore(abstract(make_state(0)), iterator), said
 
 
-def mesh_of(shape, names):
-  count = int(np.prod(shape))
-  return jax.make_mesh(
-    shape,
-    names,
-    axis_types=(AxisType.Auto,) * len(names),
-    devices=jax.devices()[:count],
-  )
-
-
 @pytest.fixture(scope='module')
 def two_steps(tmp_path_factory):
   """A directory with checkpoints at steps 1 and 2; copy it to change it."""
@@ -147,7 +139,7 @@ def test_round_trip_is_bit_exact(tmp_path):
 
 
 def test_state_may_be_donated_and_data_may_go_on(tmp_path):
-  mesh = mesh_of((8,), ('data',))
+  mesh = parallel.make_mesh(MeshConfig())
   expected = np.arange(2**20, dtype=np.float32)
   state = {'x': jax.device_put(expected, NamedSharding(mesh, P('data')))}
   overwrite = jax.jit(
@@ -324,8 +316,9 @@ def test_another_kind_of_data_is_an_error_and_no_damage(tmp_path, iterator):
 def test_restores_onto_another_mesh(tmp_path):
   assert jax.device_count() == 8
   x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
-  before = mesh_of((8,), ('data',))
-  after = mesh_of((2, 2), ('fsdp', 'tensor'))
+  before = parallel.make_mesh(MeshConfig())
+  config = MeshConfig(data=1, fsdp=2, tensor=2)
+  after = parallel.make_mesh(config, jax.devices()[:4])
   state = {
     'x': jax.device_put(x, NamedSharding(before, P('data'))),
     'y': jax.device_put(x, NamedSharding(before, P(None, 'data'))),
@@ -393,15 +386,6 @@ def test_part_of_a_checkpoint_that_a_run_deletes_meanwhile(tmp_path, step):
   else:
     with pytest.raises(UserError, match=r'step 1 .*expected one of \[2\]'):
       read()
-
-
-def test_part_that_is_not_there(copy):
-  with pytest.raises(UserError, match='params/head2 is missing'):
-    checkpoints.restore_subtree(
-      copy, {'params': {'head2': jax.ShapeDtypeStruct((1,), jnp.float32)}}
-    )
-  with pytest.raises(UserError, match=r'step 9 .*expected one of \[1, 2\]'):
-    checkpoints.restore_subtree(copy, {}, step=9)
 
 
 # Saves one checkpoint after the other until it is killed: by itself at a named

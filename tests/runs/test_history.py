@@ -152,21 +152,26 @@ class TestLengthening:
     ) == [f'{field}: 0.5 -> 0.25']
 
 
-def test_the_vocabulary_of_speech_may_be_moved():
-  data = AudioDataConfig(source='folder', path='a', vocabulary='a.json')
-  held = ExperimentConfig(model=Wav2Vec2Config(), data=data)
-  moved = config_lib.replace(held, {'data.vocabulary': 'b.json'})
-  assert workdir_lib.refuse_differences(held, moved, '', '') == []
-
-
-def test_the_pictures_of_conversations_may_be_moved():
-  held = ExperimentConfig(
-    model=VLMConfig(),
-    data=ConversationDataConfig(
-      source='llava', path='a.json', folder='a', image_size=224
+@pytest.mark.parametrize(
+  ('model', 'data', 'moved'),
+  [
+    (
+      Wav2Vec2Config(),
+      AudioDataConfig(source='folder', path='a', vocabulary='a.json'),
+      {'data.vocabulary': 'b.json'},
     ),
-  )
-  moved = config_lib.replace(held, {'data.path': 'b.json', 'data.folder': 'b'})
+    (
+      VLMConfig(),
+      ConversationDataConfig(
+        source='llava', path='a.json', folder='a', image_size=224
+      ),
+      {'data.path': 'b.json', 'data.folder': 'b'},
+    ),
+  ],
+)
+def test_data_may_be_moved(model, data, moved):
+  held = ExperimentConfig(model=model, data=data)
+  moved = config_lib.replace(held, moved)
   assert workdir_lib.refuse_differences(held, moved, '', '') == []
 
 

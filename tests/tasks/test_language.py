@@ -61,7 +61,7 @@ def make(texts):
 
 
 @functools.cache
-def _make(folder, routing, segments=False):
+def _make(folder, routing):
   """Returns a task with parameters and model_state.
 
   Where there are thresholds, a step of training has set them.
@@ -74,7 +74,6 @@ def _make(folder, routing, segments=False):
     files=f'{folder}/[ab].txt',
     eval_files=f'{folder}/held_*.txt',
     length=16,
-    segments=segments,
     max_epochs=1000,
   )
   config = tiny.experiment(model, data, **EVALUATION)
@@ -244,23 +243,22 @@ def test_a_control_evaluates_and_samples(make):
   assert 0 < len(sample) <= 5
 
 
-def test_what_is_not_learnt_is_read(make):
+def test_what_is_not_learnt_is_read_and_another_document_is_not(make):
   """A weight of 0 takes a target from the loss, and no token from the text."""
   task, params, model_state = make(None)
   (batch,) = task.modality.eval_batches(batch_size=2, num_batches=1)
-  prompt_BL = np.arange(batch['tokens'].shape[1]) < 5
-  masked = {**batch, 'weights': batch['weights'] * ~prompt_BL}
+  rows, length = batch['tokens'].shape
+  masked = batch['weights'] * (np.arange(length) >= 5)
+  parts = np.tile(1 + (np.arange(length) >= 8), (rows, 1)).astype(np.int32)
+  del batch['targets']  # Without them there are logits.
   look = jax.jit(functools.partial(task.apply, mode=Mode()))
-  # Without targets there are logits.
-  one, other = (
-    look(
-      *(params, model_state),
-      {k: v for k, v in b.items() if k != 'targets'},
-      jax.random.key(0),
-    )
-    for b in (batch, masked)
+  one, other, apart = (
+    look(params, model_state, batch | changes, jax.random.key(0)).logits_BLV
+    for changes in ({}, {'weights': masked}, {'segments': parts})
   )
-  np.testing.assert_array_equal(one.logits_BLV, other.logits_BLV)
+  np.testing.assert_array_equal(one, other)
+  alike_L = np.abs(apart - one).max(axis=(0, 2)) < 1e-6
+  np.testing.assert_array_equal(alike_L, np.arange(length) < 8)
 
 
 @pytest.mark.parametrize(('capacity', 'told'), [(0.25, 0), (1.0, 1)])

@@ -191,23 +191,16 @@ def test_a_kill_before_the_best_is_saved_changes_nothing(tmp_path, monkeypatch):
     ({'checkpoint.best': 'other'}, "best='other': nothing says whether more"),
     ({'checkpoint.best': 'acuracy'}, "Did you mean 'accuracy'"),
     ({'checkpoint.best': 'top5'}, "best='top5': this run measures accuracy, l"),
+    (
+      {'checkpoint.best': None, 'train.early_stop': 2},
+      'name the held-out metric',
+    ),
+    ({'evaluation.every': 0, 'train.early_stop': 2}, 'no evaluation before'),
   ],
 )
 def test_metrics_that_cannot_judge(tmp_path, changes, said):
   with pytest.raises(UserError, match=said):
     train(make_config(**changes), tmp_path)
-
-
-@pytest.mark.parametrize(
-  ('changes', 'said'),
-  [
-    ({'checkpoint.best': None}, 'name the held-out metric'),
-    ({'evaluation.every': 0}, 'no evaluation before the end'),
-  ],
-)
-def test_an_early_stop_needs_evaluations_of_a_metric(changes, said):
-  with pytest.raises(UserError, match=said):
-    make_config(**{'train.early_stop': 2} | changes)
 
 
 def test_a_fraction_of_less_than_a_step_ends_early_too(tmp_path):

@@ -8,7 +8,6 @@ import flax.traverse_util
 import jax
 import numpy as np
 import pytest
-import tiny
 import tiny_runs
 
 from mod_jax import config as config_lib
@@ -17,7 +16,6 @@ from mod_jax import parallel, tasks
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.optimizer import OptimizerConfig
 from mod_jax.parallel import MeshConfig
 from mod_jax.runs import metrics as metrics_lib
@@ -150,6 +148,7 @@ def test_losses_equal_those_of_one_device(mesh, scan_layers, grad_accum_steps):
     ('detection/scenes', 'mod_tiny', {}),
     ('vit/digits', 'experts_tiny', {}),
     ('vit/digits', 'dynamic_tiny', {}),
+    ('speech/words', 'tiny', {}),
   ],
 )
 def test_a_step_of_any_model_is_that_of_one_device(
@@ -169,39 +168,6 @@ def test_a_step_of_any_model_is_that_of_one_device(
     jax.device_get(expected_state.params),
     atol=1e-5,
   )
-
-
-def test_gradients_of_speech_equal_those_of_one_device():
-  model = Wav2Vec2Config(
-    variant='layer',
-    vocab_size=4,
-    num_layers=1,
-    width=8,
-    num_heads=2,
-    mlp_dim=8,
-    conv_dims=(4, 4),
-    conv_kernels=(4, 4),
-    conv_strides=(2, 2),
-    position_kernel=4,
-    position_groups=2,
-  )
-  params = tiny.variables(model)['params']
-  wave_BT = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
-
-  def loss(params, wave_BT):
-    return (
-      model.build().apply({'params': params}, wave_BT).logits_BLV ** 2
-    ).sum()
-
-  def gradients(config):
-    mesh = make_mesh(config)
-    with jax.set_mesh(mesh):
-      batch = parallel.put_batch(wave_BT, mesh)
-      return jax.device_get(jax.jit(jax.grad(loss))(params, batch))
-
-  # The rows lie on four of eight devices, twice.
-  found = gradients(MeshConfig(data=4, tensor=2))
-  chex.assert_trees_all_close(found, gradients(None), rtol=1e-4, atol=1e-4)
 
 
 SHARES = {
