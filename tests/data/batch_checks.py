@@ -4,8 +4,26 @@ import itertools
 import json
 
 import numpy as np
+from PIL import Image
 
 from mod_jax.data import images
+
+
+def write(root, contents):
+  """Writes files: bytes or text by the path below `root`."""
+  for name, content in contents.items():
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_text = isinstance(content, str)
+    path.write_bytes(content.encode() if is_text else content)
+
+
+def colored(root, *names, size=(5, 5)):
+  """Writes even pictures, the red of each by its place in `names`."""
+  for i, name in enumerate(names):
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new('RGB', size, (i, 100, 7)).save(path)
 
 
 def fingerprint_of(config):

@@ -2,16 +2,10 @@
 
 import os
 
+from batch_checks import write
 import pytest
 
 from mod_jax.data import corpus
-
-
-def write(root, texts):
-  for name, text in texts.items():
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 def names(files):

@@ -2,15 +2,11 @@
 
 import json
 
+from batch_checks import write
 import numpy as np
 import pytest
 
 from mod_jax.data import fingerprint
-
-
-def write(root, texts):
-  for name, text in texts.items():
-    (root / name).write_bytes(text)
 
 
 def of_files(root):

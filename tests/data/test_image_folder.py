@@ -2,6 +2,7 @@
 
 import io
 
+import batch_checks
 import numpy as np
 from PIL import Image
 import pytest
@@ -18,10 +19,8 @@ def encoded(color=(10, 20, 30), kind='PNG', mode='RGB', size=(6, 4), **kwargs):
 
 
 def write(root, *names, content=None):
-  for name in names:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encoded() if content is None else content)
+  content = encoded() if content is None else content
+  batch_checks.write(root, dict.fromkeys(names, content))
 
 
 def open_split(root, split='train', eval_fraction=0.3, unreadable='refuse'):

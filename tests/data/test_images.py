@@ -13,6 +13,7 @@ from batch_checks import (
   assert_resumed,
   assert_same,
   assert_sharded,
+  colored,
   fingerprint_of,
   take,
 )
@@ -95,10 +96,8 @@ def test_training_batches_of_digits():
 def folder(tmp_path):
   """22 training and 11 held-out pictures, each of a colour of its own."""
   for split, count in (('train', 22), ('val', 11)):
-    for i in range(count):
-      path = tmp_path / split / 'ab'[i % 2] / f'{i}.png'
-      path.parent.mkdir(parents=True, exist_ok=True)
-      Image.new('RGB', (5, 5), (i, 100, 7)).save(path)
+    names = (f'{split}/{"ab"[i % 2]}/{i}.png' for i in range(count))
+    colored(tmp_path, *names)
   return images.ImageDataConfig(
     source='folder', path=str(tmp_path), image_size=4
   )

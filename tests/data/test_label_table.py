@@ -2,9 +2,8 @@
 
 import json
 
-from batch_checks import fingerprint_of, take
+from batch_checks import colored, fingerprint_of, take
 import numpy as np
-from PIL import Image
 import pytest
 
 from mod_jax import errors
@@ -39,10 +38,7 @@ TRUE = {
 
 @pytest.fixture
 def folder(tmp_path):
-  for i, name in enumerate([*TRUE, 'not_in_the_table.png']):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    Image.new('RGB', (5, 5), (i, 100, 7)).save(path)
+  colored(tmp_path, *TRUE, 'not_in_the_table.png')
   return tmp_path
 
 

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+from batch_checks import write
 import numpy as np
 import pytest
 
@@ -30,13 +31,6 @@ class Words(tokenizers.Tokenizer):
 
   def _decode(self, ids):
     return ''.join(map(chr, ids))
-
-
-def write(root, texts):
-  for name, text in texts.items():
-    (root / name).write_bytes(
-      text if isinstance(text, bytes) else text.encode()
-    )
 
 
 def test_tokens_are_read_across_shards(tmp_path, monkeypatch):

@@ -8,7 +8,13 @@ import math
 import pathlib
 import tempfile
 
-from batch_checks import assert_resumed, assert_same, assert_sharded, take
+from batch_checks import (
+  assert_resumed,
+  assert_same,
+  assert_sharded,
+  take,
+  write,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
@@ -23,13 +29,6 @@ from mod_jax.data import (
   tfds_text,
   tokenizers,
 )
-
-
-def write(root, texts):
-  for name, content in texts.items():
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
 
 
 def numbered(count, start=0):
@@ -304,18 +303,6 @@ def test_tfds_prepared(tfds_documents, tmp_path):
     expected = b''.join(t + b'\n' for t in documents if t)
     stream = text.open_stream(config, group)
     assert bytes(stream.read(0, len(stream)).tolist()) == expected
-
-
-def test_tfds_fingerprint(tfds_documents):
-  whole, part = (
-    tfds_text.fingerprint(tfds_config(tfds_documents), split)
-    for split in ('train', 'train[1:]')
-  )
-  assert json.loads(json.dumps(whole)) == whole
-  assert whole['version'] == 'tiny_documents/1.0.0'
-  assert whole['count'] == 90
-  assert fingerprint.differences(whole, part)[0] == 'split: train -> train[1:]'
-  assert part['sampled_records'] != whole['sampled_records']
 
 
 def test_fingerprint_of_files(root):

@@ -6,7 +6,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import tiny
@@ -206,19 +205,6 @@ class TestEvaluation:
     assert saved == pytest.approx(idle / 2, rel=1e-5)
     titles = [row.split()[0] for row in make().summary(held_out).splitlines()]
     assert titles[1:5] == ['gated', 'never', 'k', 'k']
-
-  def test_all_is_drawn(self, monkeypatch):
-    # How learners imitate is looked at elsewhere.
-    monkeypatch.setattr(Adaptive, '_error_map', lambda *args: {})
-    figures = make().pictures(PARAMS, {})
-    for figure in figures.values():
-      figure.canvas.draw()
-      plt.close(figure)
-    assert set(figures) == {
-      *('routing', 'stages', 'keep_probability'),
-      *('load', 'compute', 'extremes'),
-    }
-    assert set(make().studies()) == {'confusion', 'throughput', 'robustness'}
 
   def test_routing_is_drawn_where_the_patches_lie(self, output):
     left_BL = make().modality._left(output, 1)
