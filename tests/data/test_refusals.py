@@ -6,16 +6,15 @@ import struct
 
 from batch_checks import take
 from PIL import Image
+import pyarrow as pa
+from pyarrow import parquet
 import pytest
 
 from mod_jax import errors
 from mod_jax.data import (
-  corpus,
-  fingerprint,
   image_folder,
   images,
   prepare,
-  shards,
   text,
   tokenizers,
 )
@@ -124,16 +123,6 @@ def test_files_of_text(texts, tmp_path, monkeypatch, kwargs, message):
   check(message, read_text, **usual | kwargs)
 
 
-def test_files_that_are_gone(texts, tmp_path):
-  gone = corpus.TextFile(name='g', path=str(tmp_path / 'g'), size=1, mtime_ns=0)
-  tokenizer = tokenizers.make('bytes')
-  for call in (
-    lambda: shards.open_cache([gone], tokenizer, str(tmp_path / 'cache')),
-    lambda: fingerprint.of_files([('g', gone.path)]),
-  ):
-    check("g' cannot be read.*No such", call)
-
-
 @pytest.mark.parametrize('kind', ['sentencepiece', 'huggingface'])
 def test_tokenizer_files(kind, tmp_path):
   check('nothere.*no file.*give', tokenizers.make, kind, f'{tmp_path}/nothere')
@@ -163,29 +152,20 @@ def test_a_tokenizer_with_a_huge_id(tmp_path):
     ({'tfds_split': 'nope'}, "'nope' of.*choose from blank, test, train"),
     ({'tfds_text_key': 'body'}, "'body' is not in.*have n, text"),
     ({'tfds_text_key': 'n'}, 'not text'),
-  ],
-)
-def test_tfds_of_texts(tfds_documents, tmp_path, fields, message):
-  usual = {'tfds_name': tfds_documents, 'tfds_dir': str(tmp_path)}
-  config = TextDataConfig(source='tfds', **usual | fields)
-  check(message, prepare.prepare, config, str(tmp_path / 'out'))
-
-
-@pytest.mark.parametrize(
-  ('fields', 'message'),
-  [
     ({'text_column': 'body'}, "'body' is not in .*, which has text, n"),
     ({'text_column': 'n'}, 'holds int64, not text: choose another of text, n'),
     ({'files': 'bad.parquet'}, 'cannot be read as Arrow or Parquet'),
   ],
 )
-def test_tables(texts, tmp_path, monkeypatch, fields, message):
-  import pyarrow as pa
-  from pyarrow import parquet
-
+def test_documents(
+  texts, tfds_documents, tmp_path, monkeypatch, fields, message
+):
   monkeypatch.chdir(texts)
   parquet.write_table(pa.table({'text': ['a'] * 3, 'n': [1] * 3}), 'a.parquet')
   usual = {'source': 'huggingface', 'files': 'a.parquet'}
+  if 'tfds' in str(fields):
+    usual = {'source': 'tfds', 'tfds_name': tfds_documents}
+    usual['tfds_dir'] = str(tmp_path)
   config = TextDataConfig(**usual | fields)
   check(message, prepare.prepare, config, str(tmp_path / 'out'))
 

@@ -43,12 +43,6 @@ def test_the_cost_of_restarts():
     'continued once, which cost about 38 s: 30 s to start, and 4 step(s) done'
     ' again'
   )
-  events += [
-    event('start', 300, 36, lost_steps=0),
-    event('first_step', 340, 37),
-  ]
-  text = history.cost_of_restarts(events)
-  assert 'continued 2 times, which cost about 78 s' in text
 
 
 def test_an_event_after_a_cut_line(tmp_path):

@@ -184,18 +184,6 @@ def test_tensorboard_ends_where_its_file_cannot_grow(tmp_path, caplog):
   assert len(metrics.read(tmp_path)) == 50
 
 
-def test_wandb_asked_for_but_missing(tmp_path, monkeypatch):
-  find = importlib.util.find_spec
-  monkeypatch.setattr(
-    importlib.util,
-    'find_spec',
-    lambda name, *args: None if name == 'wandb' else find(name, *args),
-  )
-  with pytest.raises(UserError, match='pip install wandb'):
-    MetricWriter(tmp_path / 'run', wandb=True)
-  assert not (tmp_path / 'run').exists()
-
-
 def test_wandb_gets_the_same_and_continues_its_run(tmp_path, monkeypatch):
   opened, logged = [], []
 
@@ -210,6 +198,10 @@ def test_wandb_gets_the_same_and_continues_its_run(tmp_path, monkeypatch):
     opened.append(kwargs)
     return Run()
 
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(UserError, match='pip install wandb'):
+    MetricWriter(tmp_path / 'my_run', wandb=True)
+  assert not (tmp_path / 'my_run').exists()
   module = types.ModuleType('wandb')
   module.init = init
   monkeypatch.setitem(sys.modules, 'wandb', module)

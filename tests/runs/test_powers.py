@@ -143,11 +143,6 @@ class TestStart:
     for name in ('router/kernel', 'head/kernel', 'head/bias'):
       assert name in str(info.value)
     assert not (tmp_path / 'run').exists()
-    monkeypatch.setattr(Tiny, 'may_be_new', (r'router/.*', 'head/kernel'))
-    monkeypatch.setattr(Tiny, 'may_be_dropped', ('head/bias',))
-    with loop.build(Tiny(config), config, tmp_path / 'run') as run:
-      kernel = run.state.params['router']['kernel']
-      np.testing.assert_array_equal(kernel, 1.0)
 
 
 def test_a_task_need_not_start_from_anything(source, tmp_path, monkeypatch):

@@ -571,7 +571,6 @@ class TestTeacher:
 
 
 PICTURES = {
-  'dense': (DENSE, {'attention'}),
   'amod': (AMOD, {'routing', 'attention'}),
   'tome': (TOME, {'merged', 'attention'}),
   # No block sees all tokens, so there is no map of them either.
@@ -584,10 +583,6 @@ PICTURES = {
     {'attention', 'expert_map', 'expert_load'},
   ),
   'dynamic': (DYNAMIC, {'stages', 'keep_probability'}),
-  'structural': (
-    dataclasses.replace(DYNAMIC, score='structural', stages=(1,)),
-    set(),
-  ),
 }
 
 

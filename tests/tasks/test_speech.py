@@ -162,15 +162,7 @@ def test_a_conversion_counts_real_frames_only(dense, tmp_path):
 
   assert more > 0
   np.testing.assert_allclose(load(batch), load(longer), atol=1e-5)
-  figures = task.pictures(variables['params'], {})
-  assert 'load' in figures
-  samples_T = formants.speak(np.random.default_rng(0), 'bana dogu')
-  audio_files.write(tmp_path / 'a.wav', samples_T, formants.RATE)
-  above, below = mod_jax.load(workdir).draw(tmp_path / 'a.wav').axes
-  assert above.get_title(loc='left') == 'a.wav'
-  # As long as the recording is the load over it.
-  seconds = len(samples_T) / formants.RATE
-  assert above.get_xlim() == below.get_xlim() == pytest.approx((0, seconds))
+  assert 'load' in task.pictures(variables['params'], {})
   # The mean over silence and speech is that of all frames.
   found = task.studies()['silence'](variables['params'], {}, None).metrics
   assert found.keys() == {'silence', 'speech'}
@@ -185,10 +177,6 @@ def test_a_conversion_counts_real_frames_only(dense, tmp_path):
     frames += batch['valid'].sum()
     learners += share * config.model.adaptive.num_learners
   parts = found.values()
-  for part in parts:  # All modules are of one cost.
-    of_modules = part['modules'].values()
-    assert len(of_modules) == config.model.num_layers
-    assert np.mean([*of_modules]) == pytest.approx(part['learners'], rel=1e-4)
   assert sum(x['frames'] for x in parts) == frames
   assert sum(x['frames'] * x['learners'] for x in parts) == pytest.approx(
     learners, rel=1e-4

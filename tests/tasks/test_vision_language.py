@@ -273,13 +273,3 @@ def test_what_does_not_fit_is_refused():
     config = config_lib.replace(SCENES.get_config('tiny'), changes)
     with pytest.raises(UserError, match=words):
       make_task(config).modality.check()
-  reduced = config_lib.replace(
-    SCENES.get_config('tower_evit_tiny'), {'data.marks': True}
-  )
-  with pytest.raises(UserError, match='data.marks=True: expected False for a'):
-    make_task(reduced)
-  with pytest.raises(UserError, match=r'model.tower.image_size=32'):
-    config_lib.replace(
-      SCENES.get_config('tiny'),
-      {'model.tower.image_size': 32, 'data.image_size': 64},
-    )

@@ -118,14 +118,9 @@ def test_only_what_is_trained_is_in_state_optimiser_and_checkpoint(
 
 
 def test_stopped_and_continued_is_bit_identical(whole, tmp_path):
-  part = phases.train(whole.config, tmp_path, max_steps=2)
-  assert not part.finished
+  assert not phases.train(whole.config, tmp_path, max_steps=2).finished
   rest = phases.train(whole.config, tmp_path)
-  for name in ('params', 'opt_state', 'model_state', 'frozen'):
-    a, b = (getattr(r.state, name) for r in (rest, whole.result))
-    a, b = map(jax.tree.leaves, (a, b))
-    assert len(a) == len(b)
-    assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)), name
+  assert tiny.bits(rest.state) == tiny.bits(whole.result.state)
   assert rest.metrics == whole.result.metrics
 
 

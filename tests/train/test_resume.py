@@ -132,25 +132,14 @@ def test_another_mesh_may_continue(whole, at_step_4, capsys):
 
 def test_a_workdir_of_another_run_is_refused(whole, at_step_4, one_device):
   config, before = whole.config, tiny.snapshot(at_step_4)
-  changed = config_lib.replace(
-    config, {'model.width': 16, 'optimizer.learning_rate': 0.5, 'seed': 3}
-  )
-  with pytest.raises(UserError) as info:
-    phases.train(changed, at_step_4)
-  message = str(info.value)
-  assert 'different config' in message
-  for field in (
-    'model.width: 8 -> 16',
-    'optimizer.learning_rate: 0.01 -> 0.5',
-    'seed: 0 -> 3',
-  ):
-    assert field in message
-  assert tiny.snapshot(at_step_4) == before
   # What cannot be, beside what may differ, changes nothing either.
-  for wrong in ({'seed': 1}, {'mesh.data': 5}):
-    changed = config_lib.replace(config, {'evaluation.every': 3} | wrong)
-    with pytest.raises(UserError):
-      phases.train(changed, at_step_4)
+  for wrong, said in (
+    ({'model.width': 16, 'seed': 3}, 'seed: 0 -> 3.*width: 8 -> 16'),
+    ({'evaluation.every': 3, 'seed': 1}, 'different config.*seed: 0 -> 1'),
+    ({'evaluation.every': 3, 'mesh.data': 5}, 'mesh'),
+  ):
+    with pytest.raises(UserError, match=said):
+      phases.train(config_lib.replace(config, wrong), at_step_4)
     assert tiny.snapshot(at_step_4) == before
   # What changes no number may differ.
   allowed = config_lib.replace(

@@ -24,8 +24,6 @@ class Tiny(task_lib.Task):
   unit = 'images'
   held = None
   asked = 0
-  may_be_new = ()
-  may_be_dropped = ()
 
   def __init__(self, config):
     self.config = config
@@ -66,11 +64,7 @@ class Tiny(task_lib.Task):
     return [(total, weight)], ({'loss': (total, weight)}, model_state)
 
   def start(self, params, model_state, init):
-    return warm_start.load_weights(
-      *(init, None, params, model_state),
-      new=self.may_be_new,
-      dropped=self.may_be_dropped,
-    )
+    return warm_start.load_weights(init, None, params, model_state)
 
   def eval_batches(self, *, batch_size, num_batches, **_):
     assert num_batches != 0
