@@ -67,7 +67,6 @@ def tfds_pictures(prepare_tfds):
       *('label', classes, array(dtype=np.float32)),
       lambda i: (i % 3, rgb(i).astype(np.float32)),
     ),
-    'Numbers': ('label', integers, array(), lambda i: (i, rgb(i))),
     'Unlabelled': ('n', integers, array(), lambda i: (i, rgb(i))),
     'Hidden': ('label', classes, array(), lambda i: (-1, rgb(i))),
   }

@@ -104,11 +104,8 @@ def folder(tmp_path):
 
 
 def test_fingerprint(folder):
-  for config in (folder, images.ImageDataConfig()):
-    told = fingerprint_of(config)
-    assert json.loads(json.dumps(told)) == told
-    assert fingerprint_of(config) == told
   told = fingerprint_of(folder)
+  assert fingerprint_of(folder) == json.loads(json.dumps(told)) == told
   Image.new('RGB', (5, 5), (0, 0, 0)).save(f'{folder.path}/val/a/0.png')
   assert fingerprint.differences(told, fingerprint_of(folder)) == [
     'the held-out file a/0.png is changed'

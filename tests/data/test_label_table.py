@@ -152,16 +152,13 @@ def test_balanced_draws_of_labels(folder):
 @pytest.mark.parametrize(
   ('text', 'said'),
   [
-    ('', 'line 1: expected a header'),
     ('file,tags\n', 'line 1: expected a header'),
-    ('file,split\na.png,train\n', 'line 1: expected a header'),
     ('file,cat,cat\na.png,1,0\n', 'line 1: expected each title once'),
     ('file,cat\na.png,1\nb.png,0\n', "two labels or more, and there is ('0'"),
     ('file,tags\na.png,cat,dog\n', 'line 2: 3 cells, where the header has 2'),
     (COLUMNS.replace('b.png', 'a.png'), "line 3: 'a.png' stands above already"),
     (COLUMNS.replace('test', 'later'), "line 6: split='later': expected one"),
     (COLUMNS.replace('d.png,0', 'd.png,no'), "line 5: dog='no': expected 0 or"),
-    ('file,tags\na.png,cat\nb.png,cat\n', 'two labels or more'),
     (COLUMNS.replace('b.png,1,0,1', 'b.png,1,0,0'), "'emu' has no picture to"),
     (COLUMNS.replace('val', 'train').replace('test', 'train'), 'to hold out'),
     (COLUMNS.replace('e.png', 'nowhere.png'), 'nowhere.png'),

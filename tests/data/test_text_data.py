@@ -184,11 +184,8 @@ def test_more_epochs_than_allowed_are_refused(root, caplog):
   with caplog.at_level('WARNING'):
     make(27)
     assert not caplog.messages
-    with pytest.raises(
-      errors.UserError,
-      match='28 steps of 4 rows of length=8 take 896 tokens, and the training '
-      'text has 872, .* 1.03 times, .*max_epochs=1: .* at most 27 steps, or',
-    ):
+    message = 'take 896 tokens, .* has 872, .*max_epochs=1: .* at most 27 steps'
+    with pytest.raises(errors.UserError, match=message):
       make(28)
     make(28, max_epochs=1.03)
     assert 'take 896 tokens' in caplog.text

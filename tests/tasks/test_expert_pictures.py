@@ -1,19 +1,18 @@
 """Pictures of experts show what the layers tell, over whole sequences."""
 
+import dataclasses
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import viz
-from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models.lm import LMConfig
-from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.tasks import expert_pictures, make_task
-from mod_jax.tasks.experiment import ExperimentConfig
 
 pytestmark = pytest.mark.slow
 
@@ -38,19 +37,12 @@ def test_takers_stand_where_their_tokens_do():
 @pytest.fixture(scope='module')
 def task():
   """Staged and integrated: the second block is routed, both have no-ops."""
-  config = ExperimentConfig(
-    model=LMConfig(
-      num_layers=2,
-      width=16,
-      num_heads=2,
-      mlp_dim=16,
-      routing=MoDConfig(capacity=0.5, router_loss=0.01),
-      experts=ExpertsConfig(num_experts=3, per_token=2, num_nulls=1),
-    ),
-    data=TextDataConfig(length=16),
-    evaluation=EvaluationConfig(batch_size=2, final_batches=2),
+  model = dataclasses.replace(
+    tiny.LM,
+    routing=MoDConfig(capacity=0.5, router_loss=0.01),
+    experts=ExpertsConfig(num_experts=3, per_token=2, num_nulls=1),
   )
-  return make_task(config)
+  return make_task(tiny.experiment(model))
 
 
 def test_the_map_and_the_load_of_a_model(task):

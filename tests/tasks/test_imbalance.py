@@ -17,12 +17,9 @@ from mod_jax.data.augment import AugmentConfig
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.optimizer import OptimizerConfig
 from mod_jax.pretrained import export
 from mod_jax.runs import metrics as metrics_lib
-from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks import make_task, phases
-from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 
 pytestmark = [
@@ -59,18 +56,20 @@ def _no_report(monkeypatch):
 
 
 def make_config(folder, **changes):
-  config = ExperimentConfig(
-    model=MODEL,
-    data=ImageDataConfig(source='folder', path=str(folder), image_size=8),
-    optimizer=OptimizerConfig(warmup_steps=0, learning_rate=1e-2),
-    train=TrainConfig(num_steps=12, batch_size=4),
-    evaluation=EvaluationConfig(
-      every=2, batches=0, batch_size=8, final_batches=0
-    ),
-  )
+  data = ImageDataConfig(source='folder', path=str(folder), image_size=8)
+  small = {
+    'optimizer.learning_rate': 1e-2,
+    'optimizer.warmup_steps': 0,
+    'train.num_steps': 12,
+    'train.batch_size': 4,
+    'evaluation.every': 2,
+    'evaluation.batches': 0,
+    'evaluation.final_batches': 0,
+    'log.every': 10,
+  }
   if 'data.label_table' in changes:
-    changes['model.num_classes'] = 4
-  return config_lib.replace(config, {'log.tensorboard': False, **changes})
+    small['model.num_classes'] = 4
+  return tiny.experiment(MODEL, data, **small | changes)
 
 
 def random_output(task, batch):

@@ -10,14 +10,12 @@ from tiny import experiment as run
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
-from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
-from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.models.vlm import VLMConfig
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import (
@@ -35,12 +33,7 @@ DYNAMIC = DynamicViTConfig(backbone=tiny.VIT, stages=(1,))
 ROUTED_LM = dataclasses.replace(
   tiny.LM, routing=MoDConfig(capacity=0.5, router_loss=0.0)
 )
-ROUTED = {
-  'model.routing': VisionRoutingConfig(score='learned', layers=(0,)),
-}
 SHORT = PhaseConfig(num_steps=1, batch_size=8, learning_rate=1e-3)
-NOTHING = dataclasses.replace(SHORT, num_steps=0)
-HERE = {'init': '.'}
 PHASES = {'learners': SHORT, 'gates': SHORT, 'end_to_end': SHORT}
 
 
@@ -103,13 +96,6 @@ REFUSED = {
   'steps=2 and model=LMConfig without routing': (
     lambda _: run(tiny.LM, **{'train.capacity_warmup_steps': 2})
   ),
-  'steps=2 and model.routing and model.adaptive … set the steps to 0': (
-    lambda _: acm(changes=ROUTED | {'train.capacity_warmup_steps': 2})
-  ),
-  'dense and model.routing and model.adaptive … set dense to None': (
-    lambda _: acm(changes=ROUTED | {'dense': SHORT})
-  ),
-  'dense and model … set dense to None': (lambda _: run(tiny.VIT, dense=SHORT)),
   "objective.phase='all' and optimizer.rules … leave the rules out": (
     lambda _: acm(changes={'optimizer.rules': (('.', 1.0, 0),)})
   ),
@@ -118,14 +104,6 @@ REFUSED = {
   ),
   "model.routing.kinds=('question',) and model=LMConfig … leave kinds out": (
     lambda _: run(ROUTED_LM, **{'model.routing.kinds': ('question',)})
-  ),
-  'model.language.adaptive and model=VLMConfig … set adaptive to None': (
-    lambda _: run(
-      VLMConfig(
-        language=dataclasses.replace(tiny.LM, adaptive=AdaptiveConfig())
-      ),
-      data=ConversationDataConfig(image_size=224),
-    )
   ),
   'model.image_size=12 and data.image_size=8 … set both': (
     lambda _: run(sized(image_size=12), data=ImageDataConfig(image_size=8))
@@ -137,9 +115,6 @@ REFUSED = {
   # What the data say, when training starts.
   'model.num_classes=7 … have 10: set model.num_classes=10': (
     lambda _: check(sized(num_classes=7))
-  ),
-  'model.backbone.num_classes=7 … set model.backbone.num_classes=10': (
-    lambda _: check(dataclasses.replace(DYNAMIC, backbone=sized(num_classes=7)))
   ),
   'vocab_size=299 … 300: set it': lambda path: check_vocabulary(path, 299),
   # Somebody to learn from.
@@ -154,12 +129,6 @@ REFUSED = {
   'init is missing … --config.init': lambda path: phases.train(acm(), path),
   'init=/no/run … no such file': (
     lambda path: phases.train(acm(changes={'init': '/no/run'}), path)
-  ),
-  "objective.gates.num_steps=0 … objective.phase='gates'": (
-    lambda path: phases.train(acm('gates', HERE, gates=NOTHING), path)
-  ),
-  'num_steps=0 … nothing to train': (
-    lambda path: phases.train(acm(**dict.fromkeys(PHASES, NOTHING)), path)
   ),
   "objective.phase='all' … phases.train": (
     lambda path: loop.train(make_task(acm()), acm(), path)

@@ -114,15 +114,15 @@ class TestAverage:
     assert int(state.model_state['count']['n']) == grad_accum_steps
     assert int(state.step) == 1
 
-  @pytest.mark.parametrize('grad_accum_steps', [1, 2])
-  def test_nothing_to_learn_from_is_no_nan(self, grad_accum_steps):
+  def test_nothing_to_learn_from_is_no_nan(self):
     batch = {'x': jnp.ones(4), 'weights': jnp.zeros(4)}
     task = Average()
-    state, metric_sums = run_step(
-      task, make_state(task), batch, grad_accum_steps=grad_accum_steps
-    )
-    assert float(state.params['w']) == 2
-    assert float(metric_sums['grad_norm'][0]) == 0
+    for parts in (1, 2):
+      state, metric_sums = run_step(
+        task, make_state(task), batch, grad_accum_steps=parts
+      )
+      assert float(state.params['w']) == 2
+      assert float(metric_sums['grad_norm'][0]) == 0
 
   def test_each_step_and_each_microbatch_draws_anew(self):
     batch = {'x': jnp.ones(4), 'weights': jnp.ones(4)}
