@@ -4,6 +4,7 @@ import json
 import re
 import wave
 
+from batch_checks import assert_resumed, assert_same, joined, take
 import numpy as np
 import pytest
 
@@ -219,24 +220,16 @@ def test_words_are_new_sequences_of_known_words():
 
 def test_batches_resume_are_sharded_and_are_of_few_shapes():
   iterator = batches()
-  first = [next(iterator) for _ in range(10)]  # An epoch.
+  first = take(iterator, 10)  # An epoch.
   shapes = {batch['wave'].shape for batch in first}
   assert 1 < len(shapes) <= 3
   labels = sorted(map(tuple, np.concatenate([x['labels'] for x in first])))
   assert len(labels) == 40
-  state = iterator.get_state()
-  following = next(iterator)
-  resumed = batches()
-  resumed.set_state(state)
-  again = next(resumed)
-  halves = [
+  assert_resumed(batches, 10, 1)
+  halves = (
     batches(batch_size=2, shard_index=i, shard_count=2) for i in range(2)
-  ]
-  parts = [next(half) for half in halves]
-  for name, array in following.items():
-    np.testing.assert_array_equal(array, again[name])
-    joined = np.concatenate([part[name] for part in parts])
-    np.testing.assert_array_equal(first[0][name], joined)
+  )
+  assert_same(joined([take(half, 1) for half in halves]), first[:1])
   assert not np.array_equal(next(batches(seed=1))['wave'], first[0]['wave'])
 
 

@@ -3,22 +3,11 @@
 import os
 import pathlib
 
-from hypothesis import given
-from hypothesis import strategies as st
 import pytest
 
 from mod_jax.data import text
 
-WORDS = (
-  'routed',
-  'blocks',
-  'take',
-  'some',
-  'of the',
-  'tokens',
-  'naïve',
-  '東京',
-)
+WORDS = ['routed', 'blocks', 'take', 'some', 'of', 'tokens', 'naïve', '東京']
 
 
 def write_files(root):
@@ -52,15 +41,6 @@ def root(tmp_path_factory):
 @pytest.fixture(scope='module')
 def tokenizer(root):
   return text.make_tokenizer(config_of(root))
-
-
-@given(st.text(max_size=40))
-def test_any_text_comes_back(tokenizer, sample):
-  sample = sample.encode('utf-8', 'replace').decode()
-  ids = tokenizer.encode(sample)
-  assert tokenizer.decode(ids) == sample
-  assert tokenizer.token_bytes[ids].sum() == len(sample.encode())
-  assert tokenizer.eos_id not in ids
 
 
 def test_learned_from_the_training_files(root, tokenizer, tmp_path):

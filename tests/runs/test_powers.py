@@ -14,8 +14,6 @@ from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax.errors import UserError
 from mod_jax.runs import metrics as metrics_lib
-from mod_jax.runs import workdir as workdir_lib
-from mod_jax.runs.run_config import RunConfig
 from mod_jax.train import evaluation, loop
 from mod_jax.train import task as task_lib
 
@@ -35,25 +33,6 @@ def plain(tmp_path_factory):
   """The directory of a run, which nobody changes, and its last state."""
   workdir = tmp_path_factory.mktemp('runs') / 'plain'
   return workdir, train(make_config(), workdir).state
-
-
-def test_the_loop_needs_no_more_of_a_config_than_a_run_has(tmp_path):
-  tiny = {
-    'train.num_steps': 3,
-    'optimizer.warmup_steps': 0,
-    'log.tensorboard': False,
-    'checkpoint.every': 2,
-  }
-  config = config_lib.replace(RunConfig(), tiny)
-  train(config, tmp_path, max_steps=2)
-  assert workdir_lib.read_config(tmp_path, RunConfig) == config
-  result = train(config, tmp_path)
-  assert (result.steps, result.finished) == (1, True)
-  trained = evaluation.load(Tiny(config), tmp_path)
-  chex.assert_trees_all_equal(trained.params, result.state.params)
-  other = config_lib.replace(config, {'seed': 1})
-  with pytest.raises(UserError, match='different config.*seed: 0 -> 1'):
-    train(other, tmp_path)
 
 
 def test_averages_are_evaluated_saved_and_loaded(tmp_path):

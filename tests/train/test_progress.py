@@ -118,11 +118,3 @@ def test_terminal_of_no_size_gets_plain_lines():
       progress.update(1, {'loss': 2.0})
     assert os.read(ours, 1000) == b'step 1/10  loss 2\r\n'
   os.close(ours)
-
-
-def test_other_processes_show_nothing():
-  for stream in (io.StringIO(), Terminal()):
-    with Progress(10, stream=stream, enabled=False) as progress:
-      progress.update(1, {'loss': 1.0})
-      progress.message('hello')
-    assert stream.getvalue() == ''
