@@ -12,6 +12,7 @@ from batch_checks import assert_same, take
 import numpy as np
 from PIL import Image
 import pytest
+import tiny
 
 from mod_jax.data import common, image_cache, image_folder, images
 from mod_jax.data.augment import AugmentConfig
@@ -20,13 +21,8 @@ from mod_jax.data.augment import AugmentConfig
 @pytest.fixture
 def folder(tmp_path):
   """8 training and 4 held-out pictures, far larger than the model's."""
-  rng = np.random.default_rng(0)
-  for split, count in (('train', 8), ('val', 4)):
-    for i in range(count):
-      path = tmp_path / 'photos' / split / 'ab'[i % 2] / f'{i}.png'
-      path.parent.mkdir(parents=True, exist_ok=True)
-      pixels = rng.integers(0, 256, (60 + i, 90, 3), np.uint8)
-      Image.fromarray(pixels).save(path)
+  counts = {'train': 4, 'val': 2}
+  tiny.pictures(tmp_path / 'photos', 'ab', counts, size=(60, 90))
   return images.ImageDataConfig(
     source='folder', path=str(tmp_path / 'photos'), image_size=8, cache='none'
   )

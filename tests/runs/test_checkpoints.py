@@ -274,17 +274,14 @@ def test_none_usable_is_an_error_each_time(copy):
   [
     (
       {'params': make_state(0, width=4).params},
-      ['params/embed/kernel', '(8, 6)', '(8, 4)'],
+      r'params/embed/kernel.*\(8, 6\).*\(8, 4\)',
     ),
     (
       {'params': make_state(0).params | {'router': jnp.zeros(3)}},
-      ['params/router is missing', 'float32(3,)'],
+      r'params/router is missing.*float32\(3,\)',
     ),
-    (
-      {'model_state': {}},
-      ['model_state/seen is int8(3,)', 'missing in this model'],
-    ),
-    ({'step': jnp.zeros((), jnp.float32)}, ['step', 'int32', 'float32']),
+    ({'model_state': {}}, r'seen is int8\(3,\).*missing in this model'),
+    ({'step': jnp.zeros((), jnp.float32)}, 'step.*int32.*float32'),
   ],
   ids=['shape', 'missing', 'extra', 'dtype'],
 )
@@ -292,11 +289,9 @@ def test_another_model_is_an_error_and_no_damage(copy, change, words):
   with (
     warnings() as said,
     Checkpointer(copy, CheckpointConfig()) as checkpointer,
-    pytest.raises(UserError) as e,
+    pytest.raises(UserError, match=words) as e,
   ):
     checkpointer.restore(abstract(make_state(0).replace(**change)))
-  for word in words:
-    assert word in str(e.value)
   assert '\n' not in str(e.value)
   assert said == []
   assert restore(copy)[0].step == 2

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.usefixtures('no_report')
 LEARNED = MoDConfig(
   capacity=0.25, period=1, offset=0, router_loss=0.0, threshold_decay=0.9
 )
-GAUSSIAN = MoDConfig(capacity=0.25, period=1, offset=0, score='gaussian')
 
 
 def make_config(texts, routing=LEARNED, **changes):
@@ -102,18 +101,6 @@ def test_stopped_and_continued_is_bit_identical(whole, tmp_path, one_device):
   assert rest.metrics == whole.result.metrics
   assert metrics_lib.read(tmp_path) == metrics_lib.read(whole.workdir)
   assert len(set(losses(tmp_path).values())) == 10
-
-
-@pytest.mark.slow
-def test_what_is_drawn_by_step_is_drawn_as_without_a_stop(
-  texts, tmp_path, one_device
-):
-  config = make_config(texts, GAUSSIAN, **{'evaluation.every': 0})
-  expected = phases.train(config, tmp_path / 'whole', max_steps=6)
-  phases.train(config, tmp_path / 'parts', max_steps=4)
-  rest = phases.train(config, tmp_path / 'parts', max_steps=2)
-  assert_same_state(rest.state, expected.state)
-  assert losses(tmp_path / 'parts') == losses(tmp_path / 'whole')
 
 
 @pytest.mark.slow
