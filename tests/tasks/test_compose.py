@@ -120,20 +120,13 @@ class TestOrder:
     assert task.flops_per_step(0.0) == 8 * (teacher_cost + 3 * modules)
 
   def test_weight_decay_does_not_move_what_has_no_gradient(self):
-    config = make().config
-    rules = phases.expand(
-      dataclasses.replace(
-        config,
-        init='somewhere',
-        objective=ACMObjective(
-          phase='end_to_end',
-          learners=PhaseConfig(num_steps=0, batch_size=4, learning_rate=1e-3),
-          gates=PhaseConfig(num_steps=0, batch_size=4, learning_rate=1e-3),
-        ),
-      ),
-      'runs/none',
-    )[0][1].optimizer.rules
-    assert rules[0] == ('^(prediction|pattern)_', 0.0, 0)
+    skipped = PhaseConfig(num_steps=0, batch_size=4, learning_rate=1e-3)
+    objective = ACMObjective(
+      phase='end_to_end', learners=skipped, gates=skipped
+    )
+    config = make(objective=objective, init='somewhere').config
+    ((_, run),) = phases.expand(config, 'runs/none')
+    assert run.optimizer.rules[0] == ('^(prediction|pattern)_', 0.0, 0)
 
 
 class TestEndToEnd:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 
 import command_line
 import jax
@@ -163,6 +164,12 @@ def test_a_conversion_counts_real_frames_only(dense, tmp_path):
   assert more > 0
   np.testing.assert_allclose(load(batch), load(longer), atol=1e-5)
   assert 'load' in task.pictures(variables['params'], {})
+  samples_T = formants.speak(np.random.default_rng(0), 'bana dogu')
+  audio_files.write(tmp_path / 'a.wav', samples_T, formants.RATE)
+  above, below = mod_jax.load(workdir).draw(tmp_path / 'a.wav').axes
+  # As long as the recording is the load over it.
+  seconds = len(samples_T) / formants.RATE
+  assert above.get_xlim() == below.get_xlim() == pytest.approx((0, seconds))
   # The mean over silence and speech is that of all frames.
   found = task.studies()['silence'](variables['params'], {}, None).metrics
   assert found.keys() == {'silence', 'speech'}
@@ -181,3 +188,13 @@ def test_a_conversion_counts_real_frames_only(dense, tmp_path):
   assert sum(x['frames'] * x['learners'] for x in parts) == pytest.approx(
     learners, rel=1e-4
   )
+
+
+def test_a_folder_of_hugging_face_is_read_with_its_vocabulary(tmp_path):
+  folder = shutil.copytree(GOLDEN / 'layer', tmp_path / 'model')
+  characters = ['<pad>', '|', *'abdegilkr']
+  symbols = {x: i for i, x in enumerate(characters)}
+  (folder / 'vocab.json').write_text(json.dumps(symbols))
+  audio_files.write(tmp_path / 'a.wav', np.sin(np.arange(4000)), 8000)
+  (transcript,) = mod_jax.load(folder).predict([tmp_path / 'a.wav'])
+  assert set(transcript.text) <= set(' abdegilkr')
