@@ -319,8 +319,8 @@ def load_config(file, cls, *, complete=True):
   config = module.get_config(*([variant] if variant else []))
   if not isinstance(config, cls):
     raise UserError(
-      f'--config={file}: get_config returned a'
-      f' {type(config).__name__}, expected {cls.__name__}.'
+      f'--config={file} is a {type(config).__name__}, and this command takes a'
+      f' {cls.__name__}.'
     )
   config = changed(config)
   if complete and hasattr(module, 'complete'):

@@ -66,7 +66,7 @@ def missing(path, field='') -> UserError:
     way_out = near
   else:
     on_hub = _HUB.fullmatch(name) and not parent_exists
-    hub = name if on_hub else 'google/vit-base-patch16-224'
+    hub = name if on_hub else 'OWNER/NAME'
     local = hub.rpartition('/')[2]
     use = f'`--config.{field}={local}`' if field else f'give {local!r}'
     way_out = f' Try `hf download {hub} --local-dir {local}`, then {use}.'

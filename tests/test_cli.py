@@ -154,7 +154,7 @@ GIVEN = ('--config=mine.py', '--workdir=w')
     ('--workdir=w', '--config=other:tiny'): 'mod_jax comes with configs/',
     ('--workdir=w', '--config=mine.py:tinny'): "Did you mean 'tiny'?",
     ('--workdir=w', '--config=mine.py:refused'): 'capacity=2',
-    ('--workdir=w', '--config=mine.py:nothing'): 'returned a NoneType, exp',
+    ('--workdir=w', '--config=mine.py:nothing'): 'is a NoneType, and this',
     ('--workdir=w', '--config=mine.py:mine'): 'Mine is defined in a config',
     ('--workdir=w', '--config=config.json'): 'config.json is no config file',
     ('--workdir=w', '--config=bare.py'): 'the file has no function get_config',

@@ -96,7 +96,9 @@ def test_predict(pruned, tmp_path):
   assert len(classes) == 5
   assert set(classes) < set('0123456789')
   ended = run(*predict, f'--predict={tmp_path}/c.png')
-  assert_refused(ended, 'c.png: there is no such file')
+  assert_refused(ended, 'c.png: no such file')
+  ended = run(*predict, f'--predict={tmp_path}')
+  assert_refused(ended, "such as 'photos/")
   named = tmp_path / 'sub' / 'a[1].png'
   named.parent.mkdir()
   shutil.copy(tmp_path / 'a.png', named)

@@ -106,6 +106,10 @@ def decode(
       return to_rgb(_upright(image))
   except MemoryError:
     raise
+  except (FileNotFoundError, IsADirectoryError, PermissionError) as e:
+    raise UnreadableImageError(
+      f'{what} cannot be read ({e.strerror}): name a file with a picture'
+    ) from e
   except Exception as e:
     # For damaged files, Pillow raises many types of exceptions.
     raise UnreadableImageError(

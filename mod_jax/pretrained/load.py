@@ -80,7 +80,7 @@ class Detected(NamedTuple):
   box: tuple[float, float, float, float]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Run:
   """A model, its weights, and its preprocessing or tokenizer.
 
@@ -123,6 +123,13 @@ class Run:
   @functools.cached_property
   def _jitted(self):
     return jax.jit(self.model.apply, static_argnames=('mode', 'mutable'))
+
+  def __repr__(self) -> str:
+    """Names the model, and neither weights nor all of its config."""
+    count = sum(x.size for x in jax.tree.leaves(self.variables['params']))
+    kind, origin = type(self.config).__name__, self.origin or self.base
+    whence = f', of {origin}' if origin else ''
+    return f'<Run: {kind} with {count:,} parameters{whence}>'
 
   def apply(self, *args, **kwargs):
     """Returns the compiled model's output; arguments are those of the module.
@@ -471,6 +478,12 @@ class Run:
     language = self.task.modality
     prompts = [self.encode(text) for text in texts]
     longest = max(map(len, prompts))
+    if longest > self.max_length and 'max_length' not in kwargs:
+      raise UserError(
+        f'a prompt of {longest} tokens is longer than the texts of'
+        f' {self.max_length} that the model has learnt from (run.max_length):'
+        ' shorten it, or say by max_length how long a text may get.'
+      )
     if longest < self.default_length:
       kwargs.setdefault('max_new_tokens', self.default_length - longest)
     generated = language.continued(params, state, prompts, **kwargs)

@@ -61,7 +61,9 @@ def read_config(workdir, cls: type[RunConfig]) -> RunConfig:
     )
   try:
     return config_lib.from_json(cls, path.read_text(encoding='utf-8'))
-  except (UserError, OSError, UnicodeDecodeError) as error:
+  except UserError as error:
+    raise UserError(f'{path}: {error}') from error
+  except (OSError, UnicodeDecodeError) as error:
     raise UserError(
       f'{path} cannot be read ({error}): restore it from a copy, or name'
       ' another workdir.'

@@ -25,6 +25,7 @@ import csv
 import io
 import itertools
 import json
+import os
 import typing
 
 from absl import flags
@@ -164,9 +165,14 @@ def _predict(run) -> list[str]:
     for pattern in paths.split_globs(patterns) or [patterns]:
       # Names may hold the letters of patterns, such as `a[1].jpg`.
       is_file = paths.expand(pattern).is_file()
-      matches = [pattern] if is_file else sorted(paths.glob(pattern))
+      matches = [pattern]
+      if not is_file:
+        matches = [x for x in sorted(paths.glob(pattern)) if os.path.isfile(x)]
       if not matches:
-        raise UserError(f'--predict={pattern}: there is no such file.')
+        raise UserError(
+          f'--predict={pattern}: no such file. Quote patterns, and name'
+          " what is in a folder, such as 'photos/*/*.jpg'."
+        )
       files += matches
   width = max(map(len, files))
   if not classifies:

@@ -184,3 +184,4 @@ def main(argv: list[str]) -> None:
   workdir_lib.write_text(out / 'compare.csv', tables.csv_text(comparison.rows))
   viz.save(comparison.figure(), out / 'compare.png')
   print(comparison)
+  print(f'written: compare.csv and compare.png in {out}')

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import copy
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from absl import logging
@@ -107,8 +108,9 @@ class Plain(Method):
         'The routed model does not begin as the dense one, %.4f and not %.4f:'
         ' %s.',
         *(routed_loss, dense_loss),
-        'its blocks skip tokens from the first step on;'
-        ' train.capacity_warmup_steps=0.2 has their capacity come down from 1'
+        'its blocks skip tokens from the first step on, which training may'
+        ' mend; train.capacity_warmup_steps=0.2 has their capacity come down'
+        ' from 1'
         if partly
         else 'its router weighs what blocks add; set model.routing.gate='
         "'one_plus_tanh', router_norm=True and a small router_std",
@@ -203,8 +205,13 @@ class Plain(Method):
     return rows * flops.train(model, *length, frozen=self._frozen)
 
   def flops_report(self):
-    length = self.modality.length
-    return flops.report(self.config.model, *length, frozen=self._frozen)
+    model, length = self.config.model, self.modality.length
+    report = flops.report(model, *length, frozen=self._frozen)
+    last_step = self.static_args(self.config.train.num_steps - 1)
+    of_run = self.flops_per_step(last_step) / self.config.train.batch_size
+    if not math.isclose(of_run, flops.train(model, *length, self._frozen)):
+      report += f'\nwith its teacher    {of_run:.4e} FLOPs of a training step'
+    return report
 
   @property
   def _frozen(self):

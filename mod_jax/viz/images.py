@@ -306,7 +306,8 @@ def image_grid(
   cell = max(least, min(10 / columns, 1.7 if rows > 1 else 2.4))
   beside = 0.2 + 0.5 * scale
   if len(labels):
-    beside += 0.1 + 0.06 * min(18, max(map(len, labels)))
+    # Names, unlike numbers, have wide letters.
+    beside += 0.1 + 0.08 * min(18, max(map(len, labels)))
   across = (start_C[-1] + wide) / wide  # In pictures, gaps included.
   width = max(4.0, cell * across + beside)
   # Pictures take the width that there is; their rows must be as high.

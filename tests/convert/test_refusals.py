@@ -183,7 +183,7 @@ TABLE = [
   (
     lambda t: find(t, 'nowhere/w.npz'),
     'no such file',
-    '`hf download google/vit',
+    '`hf download OWNER/NAME',
   ),
   (files.find, 'holds no model.safetensors', 'config.json'),
   (lambda t: pickled(t, {'x': 1}), "'x'", 'no tensor', 'state_dict'),

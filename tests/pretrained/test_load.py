@@ -280,6 +280,11 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
   next_one = mod_jax.load(tmp_path / 'next')
   assert next_one.predict('x', max_new_tokens=5)[0].text == found[1].text
   assert next_one.tokenizer.eos_id == run.tokenizer.eos_id
+  with pytest.raises(UserError, match='17 tokens is longer than the texts of'):
+    run.predict('+' * 17)
+  (longer,) = run.predict('+' * 17, max_new_tokens=1, max_length=18)
+  assert len(longer.log_probs) == 1
+  assert len(repr(run)) < 80  # No weights.
   for a, b in zip(expected, found, strict=True):
     assert a.text == b.text
     assert len(b.log_probs) == 5
