@@ -140,10 +140,9 @@ class Images(Pictures):
     if self.multi_label:
       ap_V = classification.average_precision(rows['label'], rows['score'])
       named = zip(self.classes, ap_V, strict=True)
-      # NaN is that of a class of which there is none.
-      return {'mAP': np.nanmean(ap_V)} | {
-        f'ap/{name}': ap for name, ap in named if not np.isnan(ap)
-      }
+      # NaN is that of a class of which there is none, or the mean of none.
+      aps = {f'ap/{name}': ap for name, ap in named if not np.isnan(ap)}
+      return {'mAP': np.mean([*aps.values()]) if aps else np.nan} | aps
     matrix_VV = classification.confusion(
       rows['label'], rows['guess'], len(self.classes)
     )

@@ -166,6 +166,17 @@ def test_a_run_on_a_table_of_labels(folder, tmp_path):
     assert found == pytest.approx(predicted, rel=1e-3)
 
 
+def test_held_out_pictures_without_a_label_are_no_divergence(folder, tmp_path):
+  rows = (folder / 'labels.csv').read_text().splitlines()
+  rows = [f'{x.split(",")[0]},,eval' if x.endswith('eval') else x for x in rows]
+  table = tmp_path / 'labels.csv'
+  table.write_text('\n'.join(rows))
+  config = make_config(folder, **{'data.label_table': str(table)})
+  result = phases.train(config, tmp_path / 'run')
+  assert result.finished
+  assert np.isnan(result.metrics['mAP'])
+
+
 def test_a_run_in_parts_is_bit_for_bit_that_without_a_stop(folder, tmp_path):
   """With all that treats classes of unequal size, and an early end."""
   config = make_config(
