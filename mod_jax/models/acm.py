@@ -103,8 +103,8 @@ class _Watching(AdaptiveConfig):
 
 
 def without(config):
-  """Returns the config without adaptive modules: the teacher's."""
-  return config.with_parts(adaptive=None)
+  """Returns the config without adaptive modules or adapters: the teacher's."""
+  return config.with_parts(adaptive=None, lora=None)
 
 
 def capture(
@@ -118,7 +118,7 @@ def capture(
   """
   mode = Mode() if mode is None else mode
   watching = _Watching(**vars(config.adaptive))
-  module = config.with_parts(adaptive=watching).build(**vars(mode))
+  module = config.with_parts(adaptive=watching, lora=None).build(**vars(mode))
   output = module.apply(variables, *inputs, **kwargs, rngs=rngs)
   return stack_lib.collect(output.aux, 'captured')
 

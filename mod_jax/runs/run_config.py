@@ -48,7 +48,9 @@ class TrainConfig:
         f'batch_size={self.batch_size} does not divide by'
         f' grad_accum_steps={self.grad_accum_steps}: change one of them.'
       )
-    if self.capacity_warmup_steps >= self.num_steps:
+    # Epochs are yet to become steps.
+    of_steps = self.num_epochs is None
+    if of_steps and self.capacity_warmup_steps >= self.num_steps:
       raise errors.UserError(
         f'capacity_warmup_steps={self.capacity_warmup_steps} leaves nothing of'
         f' a run of {self.num_steps} steps: shorten the warm-up or lengthen the'

@@ -61,7 +61,10 @@ def silence(task, params, model_state) -> Study:
     parts = {'all modules': choices} | {
       name: {name: choice} for name, choice in choices.items()
     }
-    return {name: task.share_per_token(part) for name, part in parts.items()}
+    return {
+      name: task.share_per_token(part, batch['valid'].shape[1])
+      for name, part in parts.items()
+    }
 
   for batch, share_of in task.over_held_out(look, params, model_state, 0):
     for i in np.flatnonzero(batch['weight']):

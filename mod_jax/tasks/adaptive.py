@@ -165,7 +165,10 @@ class Adaptive(Plain):
     return pairs, (metric_sums, model_state)
 
   def flops_per_step(self, static_args):
-    """Counts a pass of the teacher, and three of the trained modules."""
+    """Counts a pass of the teacher, and three of what the phase trains.
+
+    Gates learn from one pass of the learners, which they do not change.
+    """
     model, batch = self.config.model, self.config.train.batch_size
     if self.objective.phase in ('end_to_end', 'all'):
       if static := self.objective.static_learners:
@@ -173,8 +176,11 @@ class Adaptive(Plain):
       length = self.modality.length
       return batch * flops.train(model, *length, frozen=self._frozen)
     parts = self._flops_by_part()
+    own = 3 * parts['learners']
+    if self.objective.phase == 'gates':
+      own = parts['learners'] + 3 * parts['gate']
     teacher = flops.forward(acm.without(model), *self.modality.length)
-    return batch * (teacher + 3 * (parts['learners'] + parts['gate']))
+    return batch * (teacher + own)
 
   def flops_report(self):
     return f'{super().flops_report()}\n\n' + acm.report(
@@ -214,7 +220,9 @@ class Adaptive(Plain):
       return metric_sums
     choices = stack_lib.collect(output.aux, 'adaptive')
     real_B1 = self.modality.token_weights(batch)
-    spent_BL, whole_BL = (x * real_B1 for x in self._compute(choices))
+    # Batches of recordings differ in length.
+    length = real_B1.shape[1] if self.modality.length else None
+    spent_BL, whole_BL = (x * real_B1 for x in self._compute(choices, length))
     whole_B = whole_BL.sum(axis=-1)
     count = jnp.sum(whole_B > 0)
     # The load of a row of padding is 0.
@@ -235,13 +243,15 @@ class Adaptive(Plain):
     reached = [self.learners[name] for name in choices]
     return sum(learners.cost * learners.max for learners in reached)
 
-  def _compute(self, choices) -> tuple[jax.Array, jax.Array]:
+  def _compute(self, choices, length=None) -> tuple[jax.Array, jax.Array]:
     """Returns spent_BL and whole_BL, of all tokens of a row.
 
     These are the cost of the learners that a token ran, and of all learners of
     the modules that it reached; both are 0 for a token that reached none.
+    `length` is that of the row; None for that of all rows, or of the longest.
     """
-    (length,) = self.modality.length or (self.config.model.num_tokens,)
+    if length is None:
+      (length,) = self.modality.length or (self.config.model.num_tokens,)
     total_BL2 = 0.0
     for name, choice in choices.items():
       learners = self.learners[name]
@@ -257,13 +267,14 @@ class Adaptive(Plain):
       total_BL2 += cost_BK2
     return total_BL2[..., 0], total_BL2[..., 1]
 
-  def share_per_token(self, choices) -> jax.Array:
+  def share_per_token(self, choices, length=None) -> jax.Array:
     """Returns share_BL: a token's share of the cost of all learners.
 
     The cost is of all modules in `choices`, also those that the token does not
-    reach. `choices` are those of some or all adaptive modules, by name.
+    reach. `choices` are those of some or all adaptive modules, by name;
+    `length` as for `_compute`.
     """
-    return self._compute(choices)[0] / self._whole(choices)
+    return self._compute(choices, length)[0] / self._whole(choices)
 
   def load_per_row(self, choices) -> jax.Array:
     """Returns load_B: a row's share of the cost of all learners.

@@ -319,7 +319,8 @@ class Language(Modality):
   def _held_out_words(self) -> str:
     """Returns the first words of a held-out row, as a prompt."""
     (batch,) = self.eval_batches(batch_size=1, num_batches=1)
-    words = self.tokenizer.decode(batch['tokens'][0].tolist()).split()
+    length = int(self.token_weights(batch)[0].sum())
+    words = self.tokenizer.decode(batch['tokens'][0, :length].tolist()).split()
     # Leave most of the length to the continuation.
     room = max(1, self.config.data.length // 4)
     return ' '.join(words[:3])[:room] or '.'

@@ -18,13 +18,15 @@ class Pruning(Plain):
   def __init__(self, config, modality):
     super().__init__(config, modality)
     self.objective = config.objective or PruningObjective()
+    # The teacher: adapters, if any, are learned beside it.
+    self._taught = config.model.backbone.with_parts(lora=None)
 
   def teacher(self, mesh):
     del mesh
     if not self.objective.needs_teacher:
       return None
     return self.load_teacher(
-      self.config.model.backbone,
+      self._taught,
       'DynamicViT learns beside a teacher that drops nothing: give its workdir'
       ' or checkpoint as init (or objective.teacher), or set'
       ' objective.token_distillation=0 and objective.logit_distillation=0.',
@@ -44,7 +46,7 @@ class Pruning(Plain):
       ratio = losses.ratio_loss(output.keep_SBN, model.targets)
       weighted['ratio'] = (objective.ratio, ratio)
     if teacher is not None:
-      teacher_output = model.backbone.build().apply(
+      teacher_output = self._taught.build().apply(
         teacher, batch['image'], rngs={'routing': rng}
       )
       weighted['logit_distillation'] = (
@@ -81,7 +83,7 @@ class Pruning(Plain):
   def flops_per_step(self, static_args):
     """Counts three passes of the student, and one of the teacher."""
     model = self.config.model
-    total = flops.train(model)
+    total = flops.train(model, frozen=self._frozen)
     if self.objective.needs_teacher:
-      total += flops.forward(model.backbone)
+      total += flops.forward(self._taught)
     return self.config.train.batch_size * total

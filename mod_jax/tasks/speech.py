@@ -181,7 +181,8 @@ class Speech(Modality):
 
     def look(output, batch):
       choices = stack_lib.collect(output.aux, 'adaptive')
-      return task.share_per_token(choices), output.logits_BLV.argmax(axis=-1)
+      best_BL = output.logits_BLV.argmax(axis=-1)
+      return task.share_per_token(choices, best_BL.shape[1]), best_BL
 
     with one_device(params, model_state) as variables:
       batch, (share_BL, best_BL) = next(
@@ -247,7 +248,8 @@ class Speech(Modality):
     ):
       output = self._listen(apply, samples_T, frames)
       choices = stack_lib.collect(output.aux, 'adaptive')
-      load_L = np.asarray(task.share_per_token(choices)[0, :frames])
+      length = output.logits_BLV.shape[1]
+      load_L = np.asarray(task.share_per_token(choices, length)[0, :frames])
       letters = self.letters(_best(output, frames))
       shown.append((samples_T, load_L, pathlib.Path(path).name, letters))
     return self._load_over_time(shown)

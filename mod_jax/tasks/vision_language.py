@@ -12,6 +12,7 @@ from mod_jax import errors, flops, losses, viz
 from mod_jax.data import batches, tokenizers
 from mod_jax.data import conversations as data_lib
 from mod_jax.data import images as images_lib
+from mod_jax.layers import lora
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.token_info import IMAGE, KINDS
 from mod_jax.losses import sums
@@ -40,7 +41,7 @@ class VisionLanguage(Modality):
   # A dense checkpoint fits a routed model, and vice versa.
   optional = (
     *(r'(.*/)?(router|predictor)/.*', r'moving/.*'),
-    *(r'tower/prediction_\d+/.*', r'tower/pattern_\d+'),
+    *(r'tower/prediction_\d+/.*', r'tower/pattern_\d+', lora.PARAMETERS),
   )
 
   def __init__(self, config):

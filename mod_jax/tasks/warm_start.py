@@ -92,7 +92,7 @@ def load_weights(
       ' or published weights of one.'
     )
   if source.ours:
-    variables = _variables(source, params)
+    variables = _variables(source, model, params)
   else:
     variables = _published(source, model, truncate=not whole)
     if kind == 'speech' and not whole:
@@ -165,17 +165,24 @@ def _published(
   return source.read()
 
 
-def _variables(source: 'source_lib.Source', params) -> dict[str, Any]:
+def _variables(
+  source: 'source_lib.Source', model: protocol.ModelConfig | None, params
+) -> dict[str, Any]:
   """Returns what a source holds, for a model with the parameters `params`.
 
-  With what a run froze; adapters that the model does not have are merged.
+  With what a run froze; adapters that the model does not have, or weighs
+  otherwise, are merged.
   """
   variables = source.read()
   if source.kind == 'run' and source.experiment.train.frozen is not None:
     frozen = _frozen(source)
     variables['params'] = trees.join(variables['params'], frozen)
   found = lora.adapters(variables['params'])
-  if found and found != lora.adapters(params):
+  model = model or source.config
+  if found and (
+    found != lora.adapters(params)
+    or model.lora.alpha != source.config.lora.alpha
+  ):
     _, variables['params'] = lora.merge(source.config, variables['params'])
   return variables
 

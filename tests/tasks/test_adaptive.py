@@ -13,12 +13,13 @@ import pytest
 import tiny
 
 from mod_jax import config as config_lib
-from mod_jax import flops, trees
+from mod_jax import flops, trees, viz
 from mod_jax.convert import vit as convert_vit
 from mod_jax.convert.files import Lazy
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers import stack
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.models import acm
 from mod_jax.studies import adaptive as adaptive_studies
 from mod_jax.tasks import make_task
@@ -268,9 +269,13 @@ def test_costs():
   assert task.macs(learners=1) == task.macs(0.5) - gates / 2
   # Of a step of 8 rows.
   assert task.flops_per_step(0.0) == 8 * flops.train(MODEL)
-  assert make('gates').flops_per_step(0.0) == 8 * (
-    flops.forward(DENSE) + 3 * (learners + gates)
-  )
+  # Gates are not part of the first phase, nor do they change learners.
+  for phase, own in (
+    ('learners', 3 * learners),
+    ('gates', learners + 3 * gates),
+  ):
+    cost = make(phase).flops_per_step(0.0)
+    assert cost == 8 * (flops.forward(DENSE) + own)
 
 
 def test_starts_from_a_checkpoint_file_of_the_dense_model(tmp_path):
@@ -281,9 +286,11 @@ def test_starts_from_a_checkpoint_file_of_the_dense_model(tmp_path):
   assert model_state == {}
   dense = trees.flatten(TEACHER['params'])
   tiny.same(params, started(PARAMS, dense))
-  other = {'objective.teacher': str(path), 'init': 'elsewhere'}
-  loaded = make_task(config_lib.replace(task.config, other)).converted()
-  tiny.same(loaded['params'], dense)
+  # Adapters are learned beside it.
+  for lora in (None, LoRAConfig(rank=2)):
+    other = {'objective.teacher': str(path), 'model.lora': lora}
+    loaded = make_task(config_lib.replace(task.config, other)).converted()
+    tiny.same(loaded['params'], dense)
 
 
 @pytest.fixture
@@ -447,7 +454,15 @@ class TestLanguage:
     assert set(task.main_metrics(metrics)) == {
       *('loss', 'load', 'load_std', 'gmacs')
     }
+    drawn, histogram = [], viz.compute_histogram
+    monkeypatch.setattr(
+      *(viz, 'compute_histogram'),
+      lambda load_B, **kwargs: (
+        drawn.append(load_B) or histogram(load_B, **kwargs)
+      ),
+    )
     assert draw(task, params) == {'load', 'compute'}
+    np.testing.assert_allclose(drawn[0], means, rtol=1e-4)
     (sample,) = task.finish(params, {})
     words = task.modality._held_out_words()
     assert sample.startswith(words)

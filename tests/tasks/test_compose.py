@@ -116,8 +116,8 @@ class TestOrder:
       own = re.fullmatch(acm.PARAMETERS, name) is not None
       assert np.array_equal(value, pruned.get(name)) != own, name
     teacher_cost = flops.forward(PRUNED)
-    modules = (LEFT + CHOSEN) * sum(MODULE.flops(1).values())
-    assert task.flops_per_step(0.0) == 8 * (teacher_cost + 3 * modules)
+    learners = (LEFT + CHOSEN) * MODULE.flops(1)['learners']
+    assert task.flops_per_step(0.0) == 8 * (teacher_cost + 3 * learners)
 
   def test_weight_decay_does_not_move_what_has_no_gradient(self):
     skipped = PhaseConfig(num_steps=0, batch_size=4, learning_rate=1e-3)

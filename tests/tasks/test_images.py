@@ -21,6 +21,7 @@ from mod_jax.data import images as images_lib
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.reduction import ToMe
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
@@ -304,6 +305,21 @@ class TestPruningLoss:
     assert pruning(model, teacher=False).flops_per_step(0.0) == (
       8 * 3 * flops.forward(model)
     )
+    # What is frozen has no gradient.
+    rules = (('^prediction_', 1.0, 0), ('.*', 0.0, 0))
+    frozen = {'optimizer.rules': rules, 'train.frozen': 'float32'}
+    task = make(DYNAMIC, objective=ALONE, **frozen)
+    assert task.flops_per_step(0.0) == 8 * flops.train(
+      DYNAMIC, frozen=lambda name: not name.startswith('prediction_')
+    )
+    assert task.flops_per_step(0.0) < student
+
+  def test_the_teacher_has_no_adapters(self, tmp_path):
+    tiny.export_dense(make().config, tmp_path)
+    model = DYNAMIC.with_parts(lora=LoRAConfig(rank=2))
+    task = make(model, objective=PruningObjective(), init=str(tmp_path))
+    names = trees.flatten(task.teacher(None)['params'])
+    assert names.keys() == trees.flatten(tiny.shapes(DENSE)['params']).keys()
 
 
 def held_out(task, params, **kwargs):
@@ -400,6 +416,11 @@ def in_folder(folder):
 def test_epochs_and_what_the_data_are(folder, tmp_path):
   model = dataclasses.replace(DENSE, num_classes=3)
   epochs = {'train.num_epochs': 2.5, 'train.batch_size': 4}
+  # Of `num_steps`, which do not matter, it would leave nothing.
+  warm = {'train.num_epochs': 12, 'train.capacity_warmup_steps': 10}
+  config = make(AMOD, data=in_folder(folder), **warm).config
+  ((_, run),) = phases.expand(config, tmp_path)
+  assert config.train.num_steps == 8 < run.train.num_steps == 18
   task = make(model, data=in_folder(folder), **epochs)
   assert task.modality.data_summary() == (
     '12 images for training, 6 held out, 3 classes: cat, dog, emu'

@@ -320,6 +320,7 @@ class TestSample:
     [
       ('Es war einmal ein König, und', 'Es war einmal'),
       ('  \n\n  ', '.'),
+      ('Ende', 'Ende'),
       # No more than a quarter of the length.
       ('木' * 30, '木' * 16),
     ],
@@ -327,9 +328,10 @@ class TestSample:
   def test_goes_on_from_held_out_words(self, make, monkeypatch, row, words):
     dense, *_ = make(None)
     task = make_task(config_lib.replace(dense.config, {'data.length': 64}))
-    tokens_BL = np.array([task.modality.tokenizer.encode(row)])
+    tokens_BL = np.array([[*task.modality.tokenizer.encode(row), 0, 0]])
+    batch = {'tokens': tokens_BL, 'valid': tokens_BL > 0}
     monkeypatch.setattr(
-      task.modality, 'eval_batches', lambda **_: iter([{'tokens': tokens_BL}])
+      task.modality, 'eval_batches', lambda **_: iter([batch])
     )
     assert task.modality._held_out_words() == words
 

@@ -9,6 +9,7 @@ import command_line
 import jax
 import numpy as np
 import pytest
+import tiny
 
 import mod_jax
 from mod_jax import config as config_lib
@@ -18,8 +19,10 @@ from mod_jax.data.characters import Characters
 from mod_jax.errors import UserError
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.speech import Speech
+from mod_jax.train import evaluation
 
 pytestmark = pytest.mark.slow
 
@@ -133,6 +136,26 @@ def test_beams_are_compared_with_greedy_decoding(dense):
   assert found.metrics.keys() == {'greedy', 'beam of 4', 'beam of 16'}
   assert '6 held-out recordings' in found.text
   assert 'silence' not in run.task.studies()
+
+
+def test_routed_learners_in_batches_of_any_length(monkeypatch):
+  changes = {
+    'model.routing': VisionRoutingConfig(),
+    'objective.phase': 'end_to_end',
+  }
+  config = config_lib.replace(WORDS.get_config('acm_tiny'), changes)
+  params = tiny.random_params(config.model)
+  loads = []
+  for rows in (2, 6):  # The first of which are of a shorter bucket, or not.
+    task = make_task(
+      config_lib.replace(config, {'evaluation.batch_size': rows})
+    )
+    monkeypatch.setattr(task, 'eval_modes', lambda **_: {'': Mode()})
+    mesh = tiny.one_device()
+    loads.append(evaluation.held_out(task, params, {}, mesh)['load'])
+  assert loads[0] == pytest.approx(loads[1], rel=1e-4)
+  study = task.studies()['silence'](params, {}, None)
+  assert study.metrics['silence']['frames'] > 0
 
 
 def test_a_conversion_counts_real_frames_only(dense, tmp_path):

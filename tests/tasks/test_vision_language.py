@@ -12,6 +12,7 @@ import mod_jax
 from mod_jax import config as config_lib
 from mod_jax.data import conversations
 from mod_jax.errors import UserError
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.token_info import KINDS
 from mod_jax.models.vlm import place_images
 from mod_jax.studies import language as studies
@@ -48,6 +49,17 @@ def test_the_loss_is_on_answers_alone():
   for name, shape in shapes.items():
     assert rows[name].shape[1:] == shape.shape[1:], name
     assert rows[name].dtype == shape.dtype, name
+
+
+def test_adapters_of_the_language_model_are_new(tmp_path):
+  tiny.export_dense(TASK.config, tmp_path)
+  lora = {'model.language.lora': LoRAConfig(rank=2)}
+  config = config_lib.replace(SCENES.get_config('pmod_tiny'), lora)
+  variables = tiny.variables(config.model)
+  params, _ = make_task(config).start(
+    variables.pop('params'), variables, str(tmp_path)
+  )
+  assert any('_lora/' in name for name in trees.flatten(params))
 
 
 def test_long_conversations_are_cut_with_their_pictures():

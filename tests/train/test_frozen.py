@@ -170,10 +170,15 @@ def test_its_adapters_are_written_for_peft(whole, dense, tmp_path):
 
 def test_another_run_starts_from_it(whole, dense, tmp_path):
   """With the same adapters, or with these merged and new ones."""
-  for rank, kept in ((16, True), (2, False)):
+  for rank, alpha, kept in (
+    *((16, 32.0, True), (2, 32.0, False)),
+    (16, 8.0, False),  # These would weigh a quarter.
+  ):
     config = build(dense, **{'init': str(whole.workdir)})
-    config = config_lib.replace(config, {'model.lora.rank': rank})
-    with loop.build(make_task(config), config, tmp_path / str(rank)) as run:
+    adapters = {'model.lora.rank': rank, 'model.lora.alpha': alpha}
+    config = config_lib.replace(config, adapters)
+    workdir = tmp_path / f'{rank} {alpha}'
+    with loop.build(make_task(config), config, workdir) as run:
       variables = {'params': run.state.eval_params, **run.state.model_state}
     flat = trees.flatten(variables['params'])
     assert all(np.any(x) for k, x in flat.items() if '_lora/up' in k) == kept
