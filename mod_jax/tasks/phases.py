@@ -104,7 +104,7 @@ def expand(
     UserError: all phases are skipped, or the run to start from is missing or is
       not of the previous phase.
   """
-  config = _in_steps(config, workdir)
+  config = _in_steps(_with_objective(config), workdir)
   # The configs hold directories below `workdir`, which must not depend on the
   # current directory, so that a run can be continued from another one.
   workdir = paths.absolute(workdir)
@@ -145,6 +145,7 @@ def last(config: ExperimentConfig) -> ExperimentConfig:
 
   Unlike in `expand`, what it starts from need not exist.
   """
+  config = _with_objective(config)
   objective = config.objective
   if not isinstance(objective, ACMObjective) or not objective.phases:
     return config
@@ -152,6 +153,13 @@ def last(config: ExperimentConfig) -> ExperimentConfig:
   if name == 'all':
     *_, name = objective.phases
   return _phase(config, name, config.init)
+
+
+def _with_objective(config: ExperimentConfig) -> ExperimentConfig:
+  """Returns the config with the default objective of an adaptive model."""
+  if config.model.adaptive is None or config.objective is not None:
+    return config
+  return dataclasses.replace(config, objective=ACMObjective())
 
 
 def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:

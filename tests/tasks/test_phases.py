@@ -132,6 +132,12 @@ class TestWhole:
       *(str(directory) for directory, _ in runs[:2]),
     ]
 
+  def test_the_default_objective_has_all_phases(self, config, tmp_path):
+    config = config_lib.replace(config, {'objective': None})
+    runs = phases.expand(config, tmp_path)
+    assert [run.objective.phase for _, run in runs] == list(STEPS)
+    assert phases.last(config).objective.phase == 'end_to_end'
+
   def test_each_phase_trains_what_it_should(self, whole, config):
     workdir, _ = whole
     dense = weights(config.init)
