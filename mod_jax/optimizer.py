@@ -20,7 +20,8 @@ from mod_jax import errors, trees
 _BLOCK = re.compile(r'(?:^|/)block_(\d+)(?:/|$)')
 # Parameters before the blocks; others without a number come after them.
 _STEM = re.compile(
-  r'(?:^|/)(?:patch|position|class_token|embedding|stem'
+  r'(?:^|/)(?:patch|position|(?:class|distillation)_token|embedding|stem'
+  r'|input_norm/'
   # Those of a recogniser of speech.
   r'|conv_(?:norm_)?\d+/|feature_norm/|project/|mask_embedding)'
 )

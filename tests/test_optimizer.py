@@ -294,6 +294,15 @@ class TestLayerDecay:
     with pytest.raises(UserError, match=words):
       optimizer_lib.check_rules(OptimizerConfig(layer_decay=0.5), params())
 
+  def test_all_that_is_before_the_blocks_of_a_vision_transformer(self):
+    config = OptimizerConfig(layer_decay=0.5)
+    for changes in ({'distilled': True}, {'input_norm': True}):
+      model = dataclasses.replace(tiny.VIT, **changes)
+      for name in trees.flatten(tiny.shapes(model)['params']):
+        if not name.startswith('block'):
+          factor = optimizer_lib.scale_of(config, name, 2).factor
+          assert factor == (1 if name.startswith(('norm', 'head')) else 1 / 8)
+
   def test_what_reads_sound_comes_before_the_blocks(self):
     config = OptimizerConfig(layer_decay=0.5)
     params = tiny.shapes(Wav2Vec2Config(num_layers=2))['params']
