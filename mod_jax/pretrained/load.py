@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,6 +16,7 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import optimizer, parallel
 from mod_jax.data import images as images_lib
+from mod_jax.data import prepared
 from mod_jax.data.audio import AudioDataConfig
 from mod_jax.data.detection import DetectionPreprocess
 from mod_jax.data.text import TextDataConfig
@@ -461,10 +463,26 @@ class Run:
       data = self.preprocess.apply_to(data)
       if not isinstance(self.config, VLMConfig):
         return data
-    if self.task is None or data.source == 'prepared':
+    if self.task is None:
+      return data
+    if data.source == 'prepared':
+      self._check_corpus(data.path)
       return data
     kind, path = self.task.modality.tokenizer_source
     return dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
+
+  def _check_corpus(self, path: str) -> None:
+    """Raises UserError if a corpus was prepared with another tokenizer."""
+    theirs = prepared.make_tokenizer(path).fingerprint
+    ours = theirs  # If what the run was trained on is gone, nobody knows.
+    with contextlib.suppress(UserError):
+      ours = self.tokenizer.fingerprint
+    if theirs != ours:
+      raise UserError(
+        f'data.path={path}: the corpus was prepared with another tokenizer than'
+        ' that of the model: prepare one with the same, by --config.tokenizer'
+        ' and --config.tokenizer_path.'
+      )
 
   def _continue(self, texts, **kwargs):
     if wrong := [text for text in texts if not isinstance(text, str)]:

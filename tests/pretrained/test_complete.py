@@ -1,5 +1,6 @@
 """Configs that are completed by the files that they name."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -15,7 +16,8 @@ import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.convert import files
-from mod_jax.data import text
+from mod_jax.data import prepare, text
+from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.tasks import make_task, phases
 from mod_jax.train import evaluation
@@ -205,6 +207,17 @@ def test_sizes_and_tokenizer_are_those_of_the_run(texts, tmp_path):
   assert kept == run.tokenizer.fingerprint
   assert complete_files('acm', texts, init=str(tmp_path)).dense is None
   assert complete_files('acm', texts).dense is not None
+
+  # A corpus of bytes has ids that the model has, too, but of other texts.
+  own = {'tokenizer': 'huggingface', 'tokenizer_path': str(tmp_path)}
+  for tokenizer, fits in ((own, True), ({}, False)):
+    corpus = str(tmp_path / f'corpus_{fits}')
+    data = TextDataConfig(source='files', files=f'{texts}/1*.txt', **tokenizer)
+    prepare.prepare(data, corpus)
+    changes = {'data.source': 'prepared', 'data.path': corpus, 'data.files': ''}
+    expected = pytest.raises(UserError, match='with another tokenizer than')
+    with contextlib.nullcontext() if fits else expected:
+      complete_files('mod', texts, init=str(tmp_path), **changes)
 
 
 @pytest.mark.slow
