@@ -122,6 +122,8 @@ class DetectionDataConfig:
   def __post_init__(self):
     check = config_lib.validate(self)
     common.check_source(self, needed={'coco': ['path']}, own={'path': ['coco']})
+    sides = self.train_short_sides or (1, 1)
+    check(sides[0] <= sides[1], 'the least side first', 'train_short_sides')
     check(
       self.source != 'scenes' or len(set(self.image_size)) == 1,
       'one side twice, as scenes are square',

@@ -115,6 +115,7 @@ class Detection(Pictures):
       list(found), there, len(self.classes)
     )
     there_V = ~np.isnan(ap_VJ[:, 0])
+    # NaN where there are no objects at all.
     mean_J = ap_VJ[there_V].mean(axis=0) if there_V.any() else ap_VJ[0]
     return {'mAP': mean_J.mean(), 'mAP50': mean_J[0]} | {
       f'ap/{self.classes[v]}': ap_VJ[v].mean() for v in np.flatnonzero(there_V)

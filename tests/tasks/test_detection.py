@@ -13,9 +13,10 @@ import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.data import scenes
+from mod_jax.data.detection import DetectionDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.detr import DETROutput
-from mod_jax.tasks import make_task, phases
+from mod_jax.tasks import detection, make_task, phases
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCENES = config_lib.load(ROOT / 'configs/detection/scenes.py')
@@ -161,7 +162,21 @@ def test_parts_of_a_batch_count_by_their_objects():
   np.testing.assert_allclose(total / rows, (whole[:, 0] / whole[:, 1]).sum())
 
 
+def test_one_picture_is_drawn_once(monkeypatch):
+  changes = {'data.scenes.num_eval': 1}
+  config = config_lib.replace(SCENES.get_config('tiny'), changes)
+  drawn = []
+  monkeypatch.setattr(
+    *(detection, 'draw', lambda *args: drawn.append(len(args[2])) or {})
+  )
+  variables = tiny.variables(config.model)
+  make_task(config).pictures(variables.pop('params'), variables)
+  assert drawn == [1]
+
+
 def test_what_does_not_fit_is_refused():
+  with pytest.raises(UserError, match='the least side first'):
+    DetectionDataConfig(train_short_sides=(64, 32))
   for changes, words in (
     ({'model.num_classes': 9}, 'model.num_classes=9.*set model.num_classes=10'),
     ({'model.num_queries': 3}, 'data.most=4 objects and model.num_queries=3'),
