@@ -324,6 +324,12 @@ class Examples:
     self._folder = folder if config.folder else file.parent
     read = {'llava': _read_llava, 'table': _read_table}[config.source]
     examples = [_checked(file, i, *x) for i, x in enumerate(read(file))]
+    most = max((len(images) for images, _ in examples), default=0)
+    if most > config.pictures:
+      raise errors.UserError(
+        f'pictures={config.pictures}: a conversation in {file} has {most}'
+        f' pictures; set data.pictures={most}.'
+      )
     # Held out by picture, so that none is both trained on and asked about.
     number = {}
     for images, turns in examples:

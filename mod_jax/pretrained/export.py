@@ -28,7 +28,7 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained.load import Run, require_floats
-from mod_jax.pretrained.source import FOLDER, WEIGHTS
+from mod_jax.pretrained.source import FOLDER, NAMES, WEIGHTS
 from mod_jax.runs import workdir
 
 # The routers of a routed language model, beside its dense weights.
@@ -134,10 +134,11 @@ def _check_dense(run, format, dense):
     raise UserError(
       f"format={format!r} holds no model of speech: use 'safetensors'."
     )
-  if isinstance(config, LMConfig | DETRConfig) and format == 'timm':
+  others = {'timm': LMConfig | DETRConfig | VLMConfig, 'peft': VLMConfig}
+  if isinstance(config, others.get(format, ())):
     raise UserError(
-      f"format={format!r} holds vision transformers: use 'huggingface' or"
-      " 'safetensors' for a language model or a detector."
+      f"format={format!r} holds no such model: use 'huggingface' or"
+      f" 'safetensors' for {NAMES[type(config)]}."
     )
 
   parts = [text for name, text in _OURS.items() if getattr(config, name, None)]

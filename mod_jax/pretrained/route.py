@@ -90,6 +90,11 @@ def route(
   """
   run = pretrained if isinstance(pretrained, Run) else load(pretrained)
   require_floats(run)
+  if run.config.lora is not None:
+    raise UserError(
+      'route: this model has low-rank adapters: export it, which merges them,'
+      ' and give that folder.'
+    )
   if run.config != run.config.dense_twin():
     raise UserError(
       'route: this model is conditional already; give a dense one, such as the'

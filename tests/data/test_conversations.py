@@ -200,6 +200,13 @@ def test_a_table_is_read(tmp_path, kind):
     (TABLE.encode(), 'has 0 examples'),
     # Files of LLaVA: an example of them, or what is no list of such.
     ({'conversations': PAIR}, 'example 0 has 0 pictures and 1 <image>'),
+    (
+      {
+        'image': ['a', 'b'],
+        'conversations': [part('human', '<image><image>'), PAIR[1]],
+      },
+      'has 2 pictures; set data.pictures=2',
+    ),
     ({'image': '../a', 'conversations': PAIR}, 'outside of the folder'),
     ({'image': 3, 'conversations': PAIR}, 'no name of a file'),
     ({'conversations': PAIR[::-1]}, "in part 0 no text from 'human'"),

@@ -12,7 +12,9 @@ import mod_jax
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import workdir as workdir_lib
@@ -22,6 +24,7 @@ GOLDEN = ROOT / 'tests' / 'golden'
 VIT_FILE, LM_FOLDER = GOLDEN / 'vit_timm.safetensors', GOLDEN / 'lm_eval/model'
 PHOTOS = config_lib.load(ROOT / 'configs' / 'vit' / 'folder.py')
 FILES = config_lib.load(ROOT / 'configs' / 'lm' / 'files.py')
+ADAPTED = dataclasses.replace(tiny.LM, lora=LoRAConfig(rank=2))
 
 
 @functools.cache
@@ -36,6 +39,10 @@ def language():
 
 def speech():
   return dataclasses.replace(vit(), config=Wav2Vec2Config())
+
+
+def seeing():
+  return dataclasses.replace(vit(), config=VLMConfig())
 
 
 def route(method, run=vit, **settings):
@@ -100,12 +107,21 @@ REFUSED = {
     lambda path: export(path, 'timm', adaptive=AdaptiveConfig())
   ),
   "'safetensors' for a language": (lambda path: export(path, 'timm', language)),
+  "timm … 'safetensors' for a model that sees": (
+    lambda path: export(path, 'timm', seeing)
+  ),
+  "peft … 'safetensors' for a model that sees": (
+    lambda path: export(path, 'peft', seeing)
+  ),
   'no model of speech': lambda path: export(path, 'huggingface', speech),
   'transformers cannot run routed blocks … dense=True': (
     lambda path: export(path, 'huggingface', language, routing=MoDConfig())
   ),
   # Conversions.
   'conditional already': lambda _: mod_jax.route(mod_jax.route(vit()), 'mod'),
+  'adapters: export it': lambda _: route(
+    'mod', lambda: tiny.run(tiny.experiment(ADAPTED))
+  ),
   "unknown method 'tomme'": lambda _: route('tomme'),
   'objective.budget': lambda _: route('acm', capacity=0.5),
   'amod … take one of mod, acm': lambda _: route('amod', language),

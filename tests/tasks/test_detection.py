@@ -16,7 +16,7 @@ from mod_jax.data import scenes
 from mod_jax.data.detection import DetectionDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.detr import DETROutput
-from mod_jax.tasks import detection, make_task, phases
+from mod_jax.tasks import make_task, phases
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCENES = config_lib.load(ROOT / 'configs/detection/scenes.py')
@@ -160,18 +160,6 @@ def test_parts_of_a_batch_count_by_their_objects():
   parts = losses(slice(2))[0] + losses(slice(2, None))[0]
   np.testing.assert_allclose(parts, whole, rtol=1e-5)
   np.testing.assert_allclose(total / rows, (whole[:, 0] / whole[:, 1]).sum())
-
-
-def test_one_picture_is_drawn_once(monkeypatch):
-  changes = {'data.scenes.num_eval': 1}
-  config = config_lib.replace(SCENES.get_config('tiny'), changes)
-  drawn = []
-  monkeypatch.setattr(
-    *(detection, 'draw', lambda *args: drawn.append(len(args[2])) or {})
-  )
-  variables = tiny.variables(config.model)
-  make_task(config).pictures(variables.pop('params'), variables)
-  assert drawn == [1]
 
 
 def test_what_does_not_fit_is_refused():

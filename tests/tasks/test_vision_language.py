@@ -10,6 +10,7 @@ import tiny
 
 import mod_jax
 from mod_jax import config as config_lib
+from mod_jax import trees
 from mod_jax.data import conversations
 from mod_jax.errors import UserError
 from mod_jax.layers.lora import LoRAConfig
