@@ -422,7 +422,11 @@ class Run:
           f' {wanted}, as in data={example}.'
         )
       data = self.reading_as_trained(data)
-      task = make_task(ExperimentConfig(model=self.config, data=data))
+      # It says what is measured, and the budget.
+      objective = self.experiment and self.experiment.objective
+      task = make_task(
+        ExperimentConfig(model=self.config, data=data, objective=objective)
+      )
       if isinstance(self.config, Wav2Vec2Config):
         task.modality.vocabulary = self.task.modality.vocabulary
     elif task is None or self.foreign:

@@ -20,6 +20,7 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.layers import stack
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.lora import LoRAConfig
+from mod_jax.layers.mode import Mode
 from mod_jax.models import acm
 from mod_jax.studies import adaptive as adaptive_studies
 from mod_jax.tasks import make_task
@@ -334,6 +335,16 @@ def test_robustness(monkeypatch):
   assert set(json.loads(clean.pop())) == {'adaptive', 'dense', 'load'}
   assert len(found.metrics) % 6 == 0
   assert found.text.count('\n') == len(found.metrics) + 1
+
+
+def test_other_data_are_measured_by_its_own_budget(monkeypatch, on_one_device):
+  monkeypatch.setattr(Adaptive, 'eval_modes', lambda *_, **__: {'': Mode()})
+  config = make(budget=0.25).config
+  run = tiny.run(config)
+  run = dataclasses.replace(run, preprocess=config.data.preprocess)
+  with on_one_device():
+    metrics = run.evaluate(config.data, batches=1)
+  assert metrics['load'] - metrics['budget_error'] == pytest.approx(0.25)
 
 
 class TestLanguage:
