@@ -134,7 +134,7 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
     topology=topology.name,
     chips=topology.num_chips,
     **mesh.shape,
-    parameters=sum(x.size for x in jax.tree.leaves(abstract.params)),
+    parameters=sum(x.size for x in jax.tree.leaves(abstract.all_params)),
     memory=sum(
       math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
       for x in jax.tree.leaves(abstract)

@@ -50,6 +50,18 @@ def test_a_mesh_is_changed_as_little_as_the_chips_need(
   assert found.sizes(chips) == fitted
 
 
+def test_frozen_parameters_are_of_the_model(tiny):
+  rules = (('router', 1.0, 0), ('.', 0.0, 0))
+  frozen = {'optimizer.rules': rules, 'train.frozen': 'bfloat16'}
+  (topology,) = slices.parse('v5e:2x2')
+  whole, part = (
+    prove.check(config_lib.replace(tiny, changes), topology)
+    for changes in ({}, frozen)
+  )
+  assert whole.parameters == part.parameters
+  assert whole.memory > part.memory
+
+
 @needs_libtpu
 def test_a_mesh_need_not_have_the_axes_of_the_slice():
   (cube,) = slices.parse('v5p:4x4x4')
