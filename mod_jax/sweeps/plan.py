@@ -128,7 +128,7 @@ class SweepConfig:
         ' are of language models, so expected LMConfig.'
       )
     for name in (
-      *('objective', 'dense', 'train.capacity_warmup_steps'),
+      *('objective', 'dense', 'model.adaptive', 'train.capacity_warmup_steps'),
       *('train.num_epochs', 'train.early_stop', 'train.frozen'),
     ):
       if value := operator.attrgetter(name)(self.base):

@@ -10,6 +10,7 @@ from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
+from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
@@ -181,6 +182,10 @@ def test_routed_blocks_removed():
     (
       {'base': ExperimentConfig(objective=ConversionObjective())},
       'base.objective=.*not planned for',
+    ),
+    (
+      {'base': ExperimentConfig(model=LMConfig(adaptive=AdaptiveConfig()))},
+      'base.model.adaptive=.*not planned for',
     ),
     ({'corpus_tokens': 1e5}, r'reads \S+ tokens .* the corpus has 100k'),
     ({'budgets': (2e9, 2e9)}, 'each once'),
