@@ -166,7 +166,7 @@ def _published(
 
 
 def _variables(
-  source: 'source_lib.Source', model: protocol.ModelConfig | None, params
+  source: 'source_lib.Source', model: protocol.StackedConfig | None, params
 ) -> dict[str, Any]:
   """Returns what a source holds, for a model with the parameters `params`.
 

@@ -212,7 +212,7 @@ def test_sizes_and_tokenizer_are_those_of_the_run(texts, tmp_path):
   own = {'tokenizer': 'huggingface', 'tokenizer_path': str(tmp_path)}
   for tokenizer, fits in ((own, True), ({}, False)):
     corpus = str(tmp_path / f'corpus_{fits}')
-    data = TextDataConfig(source='files', files=f'{texts}/1*.txt', **tokenizer)
+    data = TextDataConfig(source='files', files=f'{texts}/t1*.txt', **tokenizer)
     prepare.prepare(data, corpus)
     changes = {'data.source': 'prepared', 'data.path': corpus, 'data.files': ''}
     expected = pytest.raises(UserError, match='with another tokenizer than')
