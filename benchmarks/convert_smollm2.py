@@ -26,7 +26,7 @@ The ways are:
 * one router for all blocks (γ-MoD), and capacities that fall with depth by a
   cosine (p-MoD);
 * with the divergence from the dense model's predictions added to the loss;
-* ten and thirty times the learning rate of all weights but the routers', and
+* ten to a hundred times the learning rate of all weights but the routers', and
   the dense model with them;
 * for comparison, random tokens; no tokens at all, so that the routed blocks are
   deleted; the deletion of as many blocks where Block Influence (ShortGPT, Men
@@ -117,8 +117,9 @@ def ways(parent: dict) -> dict[str, dict]:
     'MoD, 50%': {},
     'MoD, 50%, rate × 10': at_rate(10),
     'MoD, 50%, rate × 30': at_rate(30),
-    'dense, rate × 10': at_rate(10, **_DENSE),
+    'MoD, 50%, rate × 100': at_rate(100),
     'dense, rate × 30': at_rate(30, **_DENSE),
+    'dense, rate × 100': at_rate(100, **_DENSE),
     'MoD, 25%': {'model.routing.capacity': 0.25},
     'MoD, 12.5%': {'model.routing.capacity': 0.125},
     'random scores, 50%': {

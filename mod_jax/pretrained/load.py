@@ -60,11 +60,13 @@ class Continuation:
 
   Attributes:
     text: the new part alone.
-    log_probs: log-probabilities of its tokens, in nats, under the model's own
+    tokens: its tokens, without an end token.
+    log_probs: their log-probabilities, in nats, under the model's own
       distribution.
   """
 
   text: str
+  tokens: np.ndarray
   log_probs: np.ndarray
 
 
@@ -510,9 +512,10 @@ class Run:
       kwargs.setdefault('max_new_tokens', self.default_length - longest)
     generated = language.continued(params, state, prompts, **kwargs)
     return [
-      Continuation(text, np.asarray(log_prob_N[:length]))
-      for text, log_prob_N, length in zip(
+      Continuation(text, *(np.asarray(x_N[:length]) for x_N in of_tokens))
+      for text, *of_tokens, length in zip(
         language.decoded(prompts, generated),
+        generated.tokens_BN,
         generated.log_prob_BN,
         generated.length_B,
         strict=True,

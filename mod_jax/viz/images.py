@@ -306,8 +306,7 @@ def image_grid(
   cell = max(least, min(10 / columns, 1.7 if rows > 1 else 2.4))
   beside = 0.2 + 0.5 * scale
   if len(labels):
-    # Names, unlike numbers, have wide letters.
-    beside += 0.1 + 0.08 * min(18, max(map(len, labels)))
+    beside += 0.1 + 0.06 * min(18, max(map(len, labels)))
   across = (start_C[-1] + wide) / wide  # In pictures, gaps included.
   width = max(4.0, cell * across + beside)
   # Pictures take the width that there is; their rows must be as high.
@@ -342,7 +341,10 @@ def image_grid(
         points = {'xytext': (0, 3 if y == 0 else -3), 'va': va}
         points['textcoords'] = 'offset points'
         axes.annotate(text, (start, y), gid=va, **points, **look)
-    axes.set(xlim=(0, start_C[-1] + wide), ylim=(high, 0), aspect=aspect)
+    # Without the anchor the layout would leave too little room for labels.
+    axes.set(
+      xlim=(0, start_C[-1] + wide), ylim=(high, 0), aspect=aspect, anchor='W'
+    )
     axes.set(xticks=[], yticks=[], label='row')
     axes.spines[:].set_visible(False)
     if len(labels):

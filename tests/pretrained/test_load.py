@@ -284,6 +284,7 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
     run.predict('+' * 17)
   (longer,) = run.predict('+' * 17, max_new_tokens=1, max_length=18)
   assert len(longer.log_probs) == 1
+  assert run.tokenizer.decode(longer.tokens.tolist()) == longer.text
   assert len(repr(run)) < 80  # No weights.
   for a, b in zip(expected, found, strict=True):
     assert a.text == b.text

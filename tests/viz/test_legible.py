@@ -38,7 +38,8 @@ def crowd(rng):
   return viz.accuracy_flops(points, pareto=True)
 
 
-def patches(rng, count, routed, size):
+def patches(rng, count, routed, size, labels=()):
+  labels = labels or [ODD, 'W' * 40, '', 'x', *['label'] * 8][:count]
   return viz.patch_maps(
     photos(rng, count, *size),
     rng.random((routed, count, 16)) < 0.5,
@@ -46,7 +47,7 @@ def patches(rng, count, routed, size):
     grid=(4, 4),
     num_layers=200,
     title=TITLE,
-    labels=[ODD, 'W' * 40, '', 'x', *['label'] * 8][:count],
+    labels=labels,
   )
 
 
@@ -232,6 +233,9 @@ DRAWN = {
   'the worst pictures': lambda rng: worst(rng, 24),
   'one patch map': lambda rng: patches(rng, 1, 1, (8, 8)),
   'many blocks, narrow': lambda rng: patches(rng, 2, 12, (32, 4)),
+  'a wrong class': lambda rng: patches(
+    *(rng, 3, 2, (32, 32), ['true mammoth → predicted mammal', 'a', 'b'])
+  ),
   'many images': lambda rng: patches(rng, 8, 3, (8, 8)),
   'stages': lambda rng: viz.token_stages(
     photos(rng, 1, 32, 32),
