@@ -38,8 +38,7 @@ def crowd(rng):
   return viz.accuracy_flops(points, pareto=True)
 
 
-def patches(rng, count, routed, size, labels=()):
-  labels = labels or [ODD, 'W' * 40, '', 'x', *['label'] * 8][:count]
+def patches(rng, count, routed, size):
   return viz.patch_maps(
     photos(rng, count, *size),
     rng.random((routed, count, 16)) < 0.5,
@@ -47,7 +46,7 @@ def patches(rng, count, routed, size, labels=()):
     grid=(4, 4),
     num_layers=200,
     title=TITLE,
-    labels=labels,
+    labels=[ODD, 'W' * 40, '', 'x', *['label'] * 8][:count],
   )
 
 
@@ -233,8 +232,13 @@ DRAWN = {
   'the worst pictures': lambda rng: worst(rng, 24),
   'one patch map': lambda rng: patches(rng, 1, 1, (8, 8)),
   'many blocks, narrow': lambda rng: patches(rng, 2, 12, (32, 4)),
-  'a wrong class': lambda rng: patches(
-    *(rng, 3, 2, (32, 32), ['true mammoth → predicted mammal', 'a', 'b'])
+  'a wrong class': lambda rng: viz.patch_maps(
+    photos(rng, 5, 64, 64),
+    rng.random((2, 5, 16)) < 0.5,
+    layers=(1, 3),
+    grid=(4, 4),
+    num_layers=4,
+    labels=['true square → predicted circle', *['circle'] * 4],
   ),
   'many images': lambda rng: patches(rng, 8, 3, (8, 8)),
   'stages': lambda rng: viz.token_stages(
