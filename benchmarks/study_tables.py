@@ -6,6 +6,7 @@ The functions that return Markdown take the results of a study by name,
 
 from collections.abc import Mapping
 import itertools
+import re
 
 from machine import cell, markdown, spread
 import numpy as np
@@ -110,36 +111,41 @@ def conversion(found: Mapping[str, dict]) -> str:
 def converted(found: Mapping[str, dict]) -> str:
   """Table of ways to convert a pretrained language model: losses and costs.
 
-  Differences are to the dense model that was trained on for as long, from the
-  same seed. Models whose blocks are deleted are judged without them.
+  Differences are to the best of the dense models that were trained on for as
+  long, from the same seed. Models whose blocks are deleted are judged without
+  them.
   """
   rows = []
   models = by_model(found)
   for name, of_seed in models.items():
     way, _, trained = name.rpartition(', ')
     key = 'without_routed_blocks' if way.endswith('deleted') else 'loss'
-    runs, dense = list(of_seed.values()), models.get(f'dense, {trained}', {})
+    runs = list(of_seed.values())
+    dense = min(
+      (x for of, x in models.items() if re.match(f'dense.*, {trained}$', of)),
+      key=lambda x: spread([line['loss'] for line in x.values()])['mean'],
+      default={},
+    )
     more = [
       line[key] - dense[seed]['loss']
       for seed, line in of_seed.items()
       if seed in dense
     ]
     cost = runs[0]['forward_flops'] / found[f'{PARENT}/0']['forward_flops']
-    rules = ('router', 'threshold', 'fixed')
+    rules = ('router', 'threshold')
     rows.append(
       [
         *(way, trained, str(len(runs)), over_seeds(runs, key)),
         cell(spread(more)) if more else '',
         *(over_seeds(runs, f'{rule}_rule') for rule in rules),
         over_seeds(runs, 'without_routed_blocks'),
-        *(f'{cost:.3f}', f'{runs[0]["params"] / 1e6:.2f}'),
+        f'{cost:.3f}',
         over_seeds(runs, 'cpu_seconds', 1 / 60, 0),
       ]
     )
   header = ['model', 'trained', 'seeds', 'nats per token', 'over dense']
-  header += ['by router', 'by threshold', 'by fixed threshold']
-  header += ['without routed blocks', 'forward FLOPs of dense']
-  return markdown([*header, 'parameters, M', 'CPU minutes'], rows)
+  header += ['by router', 'by threshold', 'without routed blocks']
+  return markdown([*header, 'forward FLOPs of dense', 'CPU minutes'], rows)
 
 
 def recovery_name(

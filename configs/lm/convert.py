@@ -22,7 +22,9 @@ fifth of the steps. Variants:
 * `tiny`: on the embedded text in seconds, for tests.
 
 The learning rate of the routers is a hundred times that of the other weights,
-`--config.optimizer.learning_rate`.
+`--config.optimizer.learning_rate`. It is meant for models of billions of
+parameters: one of 135M does better at thirty times it, with routers at three
+times that (docs/recipes.md).
 """
 
 import dataclasses

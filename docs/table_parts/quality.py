@@ -306,6 +306,12 @@ def conversion():
 
 
 @table
+def converted():
+  """SmolLM2-135M made routed in several ways."""
+  return study_tables.converted(studied('convert_smollm2'))
+
+
+@table
 def openclipart():
   """What weights and balanced sampling do where classes are unequal."""
   return study_tables.imbalance(studied('openclipart'))
