@@ -9,6 +9,7 @@ import itertools
 import os
 from typing import Any, NamedTuple
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -437,6 +438,8 @@ class Run:
         f' on which, as in data={example}.'
       )
     task.modality.check()
+    if data is not None and self.classes is not None:
+      self._check_classes(task.modality.classes)
     mesh = parallel.make_mesh(parallel.MeshConfig())
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     state = dict(jax.device_put(dict(self.variables), everywhere))
@@ -476,6 +479,20 @@ class Run:
       return data
     kind, path = self.task.modality.tokenizer_source
     return dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
+
+  def _check_classes(self, theirs: Sequence[str]) -> None:
+    """Compares the names of the classes of data with those of the model."""
+    pairs = enumerate(zip(theirs, self.classes, strict=False))
+    different = [(i, a, b) for i, (a, b) in pairs if a != b]
+    if not different:
+      return
+    message = 'class %d is called %r in the data, and %r by the model'
+    if sorted(theirs) == sorted(self.classes):
+      raise UserError(
+        f'evaluate: {message % different[0]}, which has all of these names in'
+        ' another order: number the classes of the data as it does.'
+      )
+    logging.warning('%s.', message % different[0])
 
   def _check_corpus(self, path: str) -> None:
     """Raises UserError if a corpus was prepared with another tokenizer."""

@@ -95,7 +95,7 @@ def render(kind: str, path: str, messages: Sequence[Mapping]) -> str:
       tools=None,
       documents=None,
     )
-  except (jinja2.TemplateError, TypeError) as error:
+  except Exception as error:  # A template is a program that may raise any.
     raise UserError(f'messages do not fit the template: {error}') from error
 
 

@@ -88,7 +88,7 @@ def test_a_picture_is_predicted_as_it_was_evaluated(run, folder):
 
 
 @pytest.mark.slow
-def test_it_is_evaluated_as_it_predicts(run, folder, on_one_device):
+def test_it_is_evaluated_as_it_predicts(run, folder, on_one_device, caplog):
   files = sorted((folder / 'eval').rglob('*.png'))
   right = [
     next(iter(classes)) == file.parent.name
@@ -101,6 +101,12 @@ def test_it_is_evaluated_as_it_predicts(run, folder, on_one_device):
     data = ImageDataConfig(source='folder', path=str(folder), image_size=8)
     elsewhere = dataclasses.replace(run, task=None, experiment=None)
     assert elsewhere.evaluate(data) == pytest.approx(metrics)
+    turned = dataclasses.replace(elsewhere, classes=run.classes[::-1])
+    with pytest.raises(UserError, match='class 0 is called .* another order'):
+      turned.evaluate(data)
+    others = dataclasses.replace(elsewhere, classes=('x', 'y'))
+    assert others.evaluate(data) == pytest.approx(metrics)
+    assert "in the data, and 'x' by the model" in caplog.text
 
 
 def test_class_names_outlive_the_pictures(workdir, folder, tmp_path):
