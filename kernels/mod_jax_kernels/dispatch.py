@@ -121,7 +121,7 @@ def missing(backend: str) -> str | None:
   return None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Backend:
   """One way to compute an operation.
 
@@ -234,29 +234,42 @@ class Op:
     if len(chosen) > 1 and interpreted in chosen:
       chosen = (interpreted,)
 
-    def load(name):
-      return functools.partial(by_name[name].function(function), **static)
-
-    def lazily(name):
-      return lambda *arrays: load(name)(*arrays)
+    def compute(name):
+      settings = interpreting(), TRIED.get()
+      static_args = tuple(sorted(static.items()))
+      return _compute(by_name[name], function, static_args, settings)
 
     if len(chosen) == 1:
       backend = by_name[chosen[0]]
-      compute = load(backend.name)
       if backend.platform is not None and not interpreting():
         first, *rest = arrays
         arrays = only_on(first, backend.platform, backend.name), *rest
-      return compute(*arrays)
+      return compute(backend.name)(*arrays)
     platforms = {}
     for name in chosen:
       backend = by_name[name]
       if backend.platform is None and backend.default_on is None:
         break  # It runs anywhere, as the reference does at the latest.
       for platform in backend.default_on or (backend.platform,):
-        platforms.setdefault(platform, lazily(name))
+        platforms.setdefault(platform, compute(name))
     return jax.lax.platform_dependent(
-      *arrays, **platforms, default=lazily(name)
+      *arrays, **platforms, default=compute(name)
     )
+
+
+@functools.cache
+def _compute(backend, function, static_args, settings):
+  """Returns a backend's function of arrays alone, which is loaded when called.
+
+  It is the same each time, and another one for other `settings`: so it is
+  compiled once, even where it is called outside of a jitted function.
+  """
+  del settings
+
+  def compute(*arrays):
+    return backend.function(function)(*arrays, **dict(static_args))
+
+  return jax.jit(compute, inline=True)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

@@ -164,7 +164,7 @@ class TestOrder:
 
   def test_a_module_is_imported_when_it_is_needed(self):
     op = make_op(
-      dispatch.Backend(name='absent', module='no.such', platform='cuda')
+      dispatch.Backend(name='absent', module='no.such', platform='cpu')
     )
     assert 'absent' in op.choose(None, X)
     with pytest.raises(ModuleNotFoundError):
@@ -199,6 +199,13 @@ class TestInterpret:
     assert traces == [
       *(((8, 128), 2, False), ((1, 128), 2, False), ((8, 128), 2, True)),
     ]
+
+  def test_compiled_once_even_outside_of_jit(self):
+    traces = []
+    op = make_op(backend('counted', lambda x: traces.append(x) or 2 * x))
+    for _ in range(2):
+      double(X, op=op)
+    assert len(traces) == 1
 
 
 class TestTiles:
