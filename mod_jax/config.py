@@ -457,8 +457,8 @@ def from_json(cls, text):
   # ValueError is also raised for huge integers.
   except (ValueError, RecursionError) as error:
     raise UserError(
-      f'the saved config is not JSON ({error}): expected what'
-      f' mod_jax.config.to_json writes for a {cls.__name__}.'
+      f'the saved config is no JSON ({error}): restore it from a copy, or write'
+      ' it anew by mod_jax.config.to_json.'
     ) from error
   return from_dict(cls, decoded)
 

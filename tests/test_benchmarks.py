@@ -103,7 +103,8 @@ def test_a_study_is_trained(script, tmp_path):
   out = run(script, *args, f'runs=^{runs}')
   names = [row[0] for row in rows(out)]
   assert [x for x in dict.fromkeys(names) if x in models] == models
-  assert (tmp_path / f'{script}.png').stat().st_size > 1000
+  if script != 'detection_scenes':
+    assert (tmp_path / f'{script}.png').stat().st_size > 1000
   text = (tmp_path / f'{script}.jsonl').read_text()
   found = [json.loads(line) for line in text.splitlines()]
   costs = [x['forward_flops'] for x in found if 'forward_flops' in x]
@@ -211,15 +212,15 @@ def test_ways_to_convert_a_model_are_compared(tmp_path, monkeypatch):
   out = run(
     *('convert_smollm2', 'tiny', f'workdir={tmp_path / "runs"}'),
     *(f'model={tmp_path / "model"}', f'texts={texts}'),
-    'runs=^(dense|blocks of least influence|MoD, feed-forward).*172k',
+    'runs=^(dense|blocks of least.*|MoD, feed-forward alone, 50%), 172k',
   )
   first, on, deleted, routed = rows(out)[2:]
   assert first[:2] == ['dense', 'at first']
   assert on[:2] == ['dense', '172k tokens']
-  assert (on[4], on[9]) == ('0.000', '1.000')
+  assert (on[4], on[8]) == ('0.000', '1.000')
   assert deleted[0] == 'blocks of least influence deleted'
   assert routed[0] == 'MoD, feed-forward alone, 50%'
-  assert float(deleted[9]) < float(routed[9]) < 1
+  assert float(deleted[8]) < float(routed[8]) < 1
   # By the causal rules, too.
   assert all(float(x) > 0 for x in routed[5:7])
 
@@ -243,9 +244,12 @@ def test_all_that_an_accelerator_is_asked(tmp_path):
   }
   for parts_of_stage in found.values():
     assert all(part['environment']['jax'] for part in parts_of_stage.values())
+  errors = {}
   for part in found['kernels'].values():
-    assert part['errors']
     assert not part['wrong']
+    errors |= part['errors']
+  kernels = {'acm_mlp', 'route_scores', 'token_select'}
+  assert {name.split()[0] for name in errors} >= kernels
   assert {'mod', 'dense'} <= set(found['training']['lm_220m']['median_seconds'])
   told = json.loads((tmp_path / 'isoflop_hour_tiny.json').read_text())
   assert {'dense', 'mod'} <= {row['group'] for row in told['runs']}

@@ -142,7 +142,7 @@ REFUSED = [
   (
     'config.json',
     becomes(b'{"name":' + NESTED),
-    'cannot be read .*recursion',
+    'no JSON .*recursion',
   ),
   ('config.json', edited(b'"width": 8', b'"width": 16'), 'different.*width'),
 ]
