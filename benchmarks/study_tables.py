@@ -233,7 +233,7 @@ def recovery_multipliers(found: Mapping[str, dict], slope: float) -> str:
           for dense, deep in zip(few, arms[kind], strict=True)
         ]
       )
-      cost = arms[kind][0]['train_flops'] / few[0]['train_flops']
+      cost = arms[kind][0]['forward_flops'] / few[0]['forward_flops']
       worth = np.exp(gain_S.mean() / slope) / cost
       row.append(f'{worth:.2f} ± {worth * _error(gain_S) / slope:.2f}')
     rows.append(row)

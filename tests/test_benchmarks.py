@@ -15,6 +15,7 @@ import numpy as np
 import parts
 from PIL import Image
 import pytest
+import study_tables
 import tiny
 
 import mod_jax
@@ -199,6 +200,9 @@ def test_what_routed_blocks_recover(tmp_path):
   out = run('recovery', 'tiny', 'table', f'workdir={tmp_path}')
   (row,) = (x for x in out.splitlines() if x.startswith('| 64 | 32 | 2 | '))
   assert row.endswith('| 0.100 ± 0.000 | 10% | 30% ± 0% | 20% ± 0% |')
+  # If others gain a tenth of a nat with e times as many FLOPs: e / 2 and so on.
+  told = study_tables.recovery_multipliers({x['run']: x for x in lines}, 0.1)
+  assert '| 1.36 ± 0.00 | 1.23 ± 0.00 | 1.11 ± 0.00 |' in told
 
 
 def test_ways_to_convert_a_model_are_compared(tmp_path, monkeypatch):

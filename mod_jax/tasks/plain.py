@@ -209,8 +209,12 @@ class Plain(Method):
     report = flops.report(model, *length, frozen=self._frozen)
     last_step = self.static_args(self.config.train.num_steps - 1)
     of_run = self.flops_per_step(last_step) / self.config.train.batch_size
-    if not math.isclose(of_run, flops.train(model, *length, self._frozen)):
-      report += f'\nwith its teacher    {of_run:.4e} FLOPs of a training step'
+    of_model = flops.train(model, *length, frozen=self._frozen)
+    if not math.isclose(of_run, of_model):
+      report += (
+        f'\nstep of this run    {of_run:.4e} FLOPs, of what is trained and of a'
+        ' teacher, if any'
+      )
     return report
 
   @property

@@ -297,9 +297,12 @@ class TestPruningLoss:
     student = 8 * 3 * (dense + heads)
     weighed = pruning(**self.WEIGHTS)
     assert weighed.flops_per_step(0.0) == student + 8 * dense
-    teacher = f'with its teacher    {student / 8 + dense:.4e} FLOPs'
-    assert teacher in weighed.flops_report()
+    told = f'step of this run    {student / 8 + dense:.4e} FLOPs'
+    assert told in weighed.flops_report()
     assert 'teacher' not in pruning(teacher=False).flops_report()
+    rules = (('head', 1.0, 0), ('.*', 0.0, 0))
+    frozen = {'train.frozen': 'float32', 'optimizer.rules': rules}
+    assert 'step of this run' not in make(**frozen).flops_report()
     assert pruning(teacher=False).flops_per_step(0.0) == student
     model = dataclasses.replace(DYNAMIC, score='random')
     assert pruning(model, teacher=False).flops_per_step(0.0) == (
