@@ -17,7 +17,7 @@ from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks.experiment import ExperimentConfig
 
 FILE = 'manifest.jsonl'
-RUNS = 'runs'  # The directory of the runs.
+RUNS, RESULTS = 'runs', 'results'  # Directories, once a run has begun.
 _HASH = 'manifest'  # The key of the hash over all lines, in each line.
 
 
@@ -42,7 +42,8 @@ def write(workdir, entries: Sequence[Entry]) -> str:
   digest = _digest(lines)
   folder = workdir_lib.expand(workdir)
   text = ''.join(json.dumps(line | {_HASH: digest}) + '\n' for line in lines)
-  begun = (folder / RUNS).exists()
+  # Of an old sweep perhaps the results alone are kept.
+  begun = any((folder / name).exists() for name in (RUNS, RESULTS))
   if begun and (folder / FILE).exists() and read(workdir)[1] != digest:
     raise UserError(
       f'{folder} holds runs of another manifest: name another --workdir.'

@@ -202,7 +202,7 @@ def directory(workdir, entry: Entry):
 
 def result_path(workdir, entry: Entry):
   """Returns the path of a run's result."""
-  return workdir_lib.expand(workdir) / 'results' / f'{entry.id}.json'
+  return workdir_lib.expand(workdir) / manifest.RESULTS / f'{entry.id}.json'
 
 
 def _read(path) -> dict[str, Any] | None:

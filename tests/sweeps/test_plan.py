@@ -214,13 +214,14 @@ def test_corpus_is_counted(tmp_path):
     plan.entries(small(base=base, corpus_tokens=None))
 
 
-def test_a_plan_may_be_replaced_before_anything_ran(tmp_path):
+@pytest.mark.parametrize('begun', [manifest.RUNS, manifest.RESULTS])
+def test_a_plan_may_be_replaced_before_anything_ran(begun, tmp_path):
   runs = plan.entries(small())
   digest = manifest.write(tmp_path, runs)
   assert manifest.write(tmp_path, runs) == digest
   assert manifest.write(tmp_path, runs[:-1]) != digest
   manifest.write(tmp_path, runs)
-  (tmp_path / manifest.RUNS).mkdir()
+  (tmp_path / begun).mkdir()
   assert manifest.read(tmp_path) == (runs, digest)
   manifest.write(tmp_path, runs)
   with pytest.raises(UserError, match='runs of another manifest'):
