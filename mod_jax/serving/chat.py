@@ -95,6 +95,8 @@ def render(kind: str, path: str, messages: Sequence[Mapping]) -> str:
       tools=None,
       documents=None,
     )
+  except MemoryError:  # Whoever set the limit tells it.
+    raise
   except Exception as error:  # A template is a program that may raise any.
     raise UserError(f'messages do not fit the template: {error}') from error
 
