@@ -39,8 +39,8 @@ _TOKENS = flags.DEFINE_integer(
 _ROOM = flags.DEFINE_integer(
   'room', 1, 'Slots of the caches, in multiples of the context.'
 )
-_ROUNDS = flags.DEFINE_integer('rounds', 30, 'Timed steps of each.')
-_DTYPE = flags.DEFINE_enum(
+ROUNDS = flags.DEFINE_integer('rounds', 30, 'Timed steps of each.')
+DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'Of weights and caches.'
 )
 _TORCH = flags.DEFINE_string(
@@ -53,7 +53,7 @@ _WARMUP = 3
 def filled(config: lm.LMConfig, batch: int, context: int, mode: RoutingMode):
   """Returns caches after `context` tokens, with room for the timed steps."""
   # With `drop`, a routed block's cache has slots for `capacity` of the length.
-  steps = _ROUNDS.value * timing.queue_length() + _WARMUP
+  steps = ROUNDS.value * timing.queue_length() + _WARMUP
   room = _ROOM.value * context + 2 * steps
   cache = lm.LMCache.empty(config, batch, room, mode)
   blocks = []
@@ -164,7 +164,7 @@ def measure(mod: lm.LMConfig, batch: int, context: int) -> tuple[dict, str]:
       )
     seconds = timing.interleaved(
       steps,
-      rounds=_ROUNDS.value,
+      rounds=ROUNDS.value,
       warmup=_WARMUP,
       queued=timing.queue_length(),
     )
@@ -195,7 +195,7 @@ def main(_):
     num_layers=_LAYERS.value,
     width=_WIDTH.value,
     num_heads=_WIDTH.value // 64,
-    dtype=_DTYPE.value,
+    dtype=DTYPE.value,
     routing=MoDConfig(capacity=_CAPACITY, score='gaussian'),
   )
   cells, about = [], None
