@@ -50,6 +50,7 @@ import study_tables
 
 import mod_jax
 from mod_jax import config as config_lib
+from mod_jax import viz
 from mod_jax.layers import rules
 from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.tasks import make_task
@@ -106,7 +107,7 @@ def ways(parent: dict) -> dict[str, dict]:
 
   return {
     'dense': _DENSE,
-    'every other block of the deeper half deleted': _DELETED,
+    'the same blocks deleted': _DELETED,
     'blocks of least influence deleted': {
       'model.routing.layers': lowest('influence'),
       **_DELETED,
@@ -227,7 +228,14 @@ def main(_):
     if _PARENT not in _STUDY.results():
       _STUDY.record(_PARENT, look_at_parent(recipe()))
     _STUDY.train(planned(_STUDY.results()[_PARENT]))
-  print(study_tables.converted(_STUDY.results()))
+  lines = _STUDY.results()
+  print(study_tables.converted(lines))
+  figure = viz.seed_dots(
+    study_tables.converted_losses(lines),
+    xlabel='held-out loss, nats per token (dots: seeds; bar: mean)',
+    title='A pretrained language model, made routed in many ways',
+  )
+  viz.save(figure, _STUDY.path('.png'))
 
 
 if __name__ == '__main__':

@@ -7,6 +7,7 @@ The functions that return Markdown take the results of a study by name,
 from collections.abc import Mapping
 import itertools
 import re
+import statistics
 
 from machine import cell, markdown, spread
 import numpy as np
@@ -108,6 +109,28 @@ def conversion(found: Mapping[str, dict]) -> str:
   return markdown([*header, 'forward FLOPs over its'], rows)
 
 
+def _converted_loss(way: str) -> str:
+  """Returns the key of the loss by which a model is judged."""
+  return 'without_routed_blocks' if way.endswith('deleted') else 'loss'
+
+
+def converted_losses(found: Mapping[str, dict]) -> dict:
+  """Returns length of training -> way -> losses, from best to worst.
+
+  The model before any training is among those of each length.
+  """
+  models, lengths = by_model(found), {}
+  at_first = [line['loss'] for line in models.pop(PARENT).values()]
+  for name, of_seed in models.items():
+    way, _, trained = name.rpartition(', ')
+    ways = lengths.setdefault(trained, {PARENT: at_first})
+    ways[way] = [line[_converted_loss(way)] for line in of_seed.values()]
+  return {
+    trained: dict(sorted(ways.items(), key=lambda x: statistics.mean(x[1])))
+    for trained, ways in lengths.items()
+  }
+
+
 def converted(found: Mapping[str, dict]) -> str:
   """Table of ways to convert a pretrained language model: losses and costs.
 
@@ -119,7 +142,7 @@ def converted(found: Mapping[str, dict]) -> str:
   models = by_model(found)
   for name, of_seed in models.items():
     way, _, trained = name.rpartition(', ')
-    key = 'without_routed_blocks' if way.endswith('deleted') else 'loss'
+    key = _converted_loss(way)
     runs = list(of_seed.values())
     dense = min(
       (x for of, x in models.items() if re.match(f'dense.*, {trained}$', of)),
