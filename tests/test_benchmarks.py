@@ -227,6 +227,11 @@ def test_ways_to_convert_a_model_are_compared(tmp_path, monkeypatch):
   assert float(deleted[8]) < float(routed[8]) < 1
   # By the causal rules, too.
   assert all(float(x) > 0 for x in routed[5:7])
+  speed = run('convert_speed', 'nosave', 'rounds=2', f'model={tmp_path}/model')
+  *_, last = speed.strip().splitlines()
+  cells = ast.literal_eval(last)['cells']
+  assert list(cells)[:2] == ['loss of held-out rows', 'training step']
+  assert all(0 < cell['flop_ratio'] < 1 for cell in cells.values())
 
 
 def test_all_that_an_accelerator_is_asked(tmp_path):
