@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import pathlib
+import subprocess
+import sys
 import types
 
 import jax
@@ -12,6 +14,7 @@ import tiny
 
 import mod_jax
 from mod_jax import config as config_lib
+from mod_jax.data import text
 from mod_jax.errors import UserError
 from mod_jax.serving.engine import Engine
 
@@ -142,3 +145,32 @@ def test_texts_in_windows_are_scored_as_one_by_one(harness, dense):
   together = model.loglikelihood_rolling(requests)
   apart = [model.loglikelihood_rolling([request])[0] for request in requests]
   assert together == pytest.approx(apart, abs=1e-3)
+
+
+def test_tasks_are_made_from_held_out_texts(harness, dense, tmp_path):
+  lm_eval, adapter = harness
+  ends = {}
+  for i in range(150):
+    ends[f't{i}'] = f'Then snow fell on road {i}.'
+    lines = f'The cat sat on the mat. {ends[f"t{i}"]}\n\n* A list. Of two.\n'
+    (tmp_path / f't{i}.txt').write_text(lines)
+  texts, out = f'{tmp_path}/*.txt', tmp_path / 'tasks'
+  script = GOLDEN.parents[1] / 'benchmarks' / 'text_tasks.py'
+  command = [sys.executable, script, f'--texts={texts}', f'--out={out}']
+  subprocess.run(command, check=True)
+  lines = map(json.loads, (out / 'documents.jsonl').read_text().splitlines())
+  _, files = text.split_files(text.TextDataConfig(source='files', files=texts))
+  held_out = sorted(ends[pathlib.Path(file.name).stem] for file in files)
+  documents = sorted(lines, key=lambda x: x['choices'][x['label']])
+  assert [x['choices'][x['label']] for x in documents] == held_out
+  for x in documents:
+    assert x['context'] == 'The cat sat on the mat.'
+    assert len({*x['choices']} & {*held_out}) == 4
+    assert f'{x["before"]} {x["word"]}.'.startswith(x['context'])
+  results = lm_eval.simple_evaluate(
+    model=adapter.ModJax(dense, batch_size=2),
+    tasks=['next_sentence', 'last_word'],
+    task_manager=lm_eval.tasks.TaskManager(include_path=str(out)),
+  )
+  assert 0 <= results['results']['next_sentence']['acc,none'] <= 1
+  assert results['results']['last_word']['perplexity,none'] > 1
