@@ -9,6 +9,7 @@ import pathlib
 import re
 from typing import Any
 
+from absl import logging
 from PIL import Image
 
 from mod_jax import config as config_lib
@@ -114,12 +115,19 @@ def of_detector(folder: pathlib.Path) -> dict[str, Any]:
   }
   size = fields.get('size')
   if isinstance(size, int):  # As older versions of transformers wrote it.
-    size = {'shortest_edge': size, 'longest_edge': fields.get('max_size')}
+    size = {'shortest_edge': size}
+    size['longest_edge'] = fields.get('max_size', 1333)
   match size:
     case {'shortest_edge': int(short), 'longest_edge': int(long)}:
       found |= {'short_side': short, 'image_size': (long, long)}
     case {'max_height': int(height), 'max_width': int(width)}:
       found |= {'short_side': None, 'image_size': (height, width)}
+    case None:
+      pass
+    case _:
+      logging.warning(
+        'Of the preprocessing beside %s, size=%s is not followed.', folder, size
+      )
   return found
 
 
@@ -162,7 +170,10 @@ _CLIP = {
   'image_std': (0.26862954, 0.26130258, 0.27577711),
 }
 _PROCESSORS = {'ViT': _VIT, 'DeiT': _VIT | _DEIT, 'CLIP': _VIT | _CLIP}
-_DEFAULT = {'deit': 'DeiT', 'clip_vision_model': 'CLIP', 'llava': 'CLIP'}
+_DEFAULT = {
+  **dict.fromkeys(('clip', 'clip_vision_model', 'llava'), 'CLIP'),
+  'deit': 'DeiT',
+}
 # Settings to ignore: our images are always RGB, and labels come from the data.
 _HARMLESS = ('do_convert_rgb', 'do_reduce_labels')
 
@@ -200,6 +211,8 @@ def _processor(fields, model_type) -> dict[str, Any]:
     mean, std = get('image_mean', _channels), get('image_std', _channels)
   resizes = get('do_resize', bool)
   (resize, full), resample = get('size', _size), get('resample', _filter)
+  if family == 'CLIP' and isinstance(fields.get('size'), int):
+    resize = 'shorter_side'  # For the others, a single number is both sides.
   size, fraction = full, 1.0
   if get('do_center_crop', bool):
     _, size = get('crop_size', _size)

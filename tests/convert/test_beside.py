@@ -90,6 +90,36 @@ def test_of_timm(tmp_path):
   )
 
 
+@pytest.mark.parametrize(
+  'kind', [{}, {'feature_extractor_type': 'CLIPFeatureExtractor'}]
+)
+def test_a_single_number_is_the_shorter_side_of_clip(tmp_path, kind):
+  # As openai/clip-vit-large-patch14 has it.
+  fields = kind | {'size': 9, 'crop_size': 6, 'do_center_crop': True}
+  told = read(tmp_path, {'model_type': 'clip'}, fields)
+  assert (told.image_size, told.unfollowed) == (6, ())
+  assert told.pictures['resize'] == 'shorter_side'
+  assert told.pictures['crop_fraction'] == 6 / 9
+  assert told.pictures['mean'][0] == 0.48145466
+
+
+@pytest.mark.parametrize(
+  ('size', 'expected'),
+  [
+    ({'size': 600}, {'short_side': 600, 'image_size': (1333, 1333)}),
+    (
+      {'size': 600, 'max_size': 900},
+      {'short_side': 600, 'image_size': (900, 900)},
+    ),
+    ({'size': {'height': 64, 'width': 64}}, {}),
+  ],
+)
+def test_sizes_of_a_detector(tmp_path, size, expected, caplog):
+  (tmp_path / 'preprocessor_config.json').write_text(json.dumps(size))
+  assert beside.of_detector(tmp_path) == expected
+  assert ('not followed' in caplog.text) == (not expected)
+
+
 @pytest.mark.parametrize('case', CASES)
 def test_pictures_are_read_as_by_the_library(tmp_path, case):
   told = read(tmp_path, {}, json.loads(str(EXPECTED[f'{case}/config'])))
