@@ -18,6 +18,7 @@ from mod_jax.tasks.experiment import ExperimentConfig
 # Fields of a model that are kept when it takes over pretrained weights.
 _OWN = ('routing', 'experts', 'adaptive', 'lora', 'dtype', 'remat')
 _OWN_OF_IMAGES = (*_OWN, 'reduction')
+_OWN_OF_TEXTS = (*_OWN, 'attention', 'scan_layers', 'early_exit', 'early_loss')
 
 
 def images(
@@ -76,7 +77,7 @@ def language(config: ExperimentConfig) -> ExperimentConfig:
   if config.init is not None:
     run = _about(config.init, of_text=True)
     data = run.reading_as_trained(data)
-    model = _with_own(run.config, model, (*_OWN, 'attention'))
+    model = _with_own(run.config, model, _OWN_OF_TEXTS)
     return dataclasses.replace(config, model=model, data=data, dense=None)
   # A tokenizer that is yet to be learned will have `tokenizer_vocab_size`.
   size = data.tokenizer_vocab_size

@@ -203,6 +203,11 @@ def test_sizes_and_tokenizer_are_those_of_the_run(texts, tmp_path):
   assert routed.model == dataclasses.replace(
     config.model, routing=FILES.mod.ROUTING
   )
+  for own in ({'early_exit': 1, 'early_loss': 0.1}, {'scan_layers': True}):
+    asked = {f'model.{name}': value for name, value in own.items()}
+    assert complete_files('mod', texts, init=str(tmp_path), **asked).model == (
+      dataclasses.replace(routed.model, **own)
+    )
   kept = make_task(routed).modality.tokenizer.fingerprint
   assert kept == run.tokenizer.fingerprint
   assert complete_files('acm', texts, init=str(tmp_path)).dense is None
