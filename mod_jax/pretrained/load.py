@@ -185,7 +185,8 @@ class Run:
       top: of pictures: number of classes to return; 5 by default.
       least: of a detector: the least score of an object; .5 by default.
       max_new_tokens: most tokens to add; by default as many as fit
-        `default_length` or, after a longer prompt, `max_length`.
+        `default_length` or, after a longer prompt, `max_length`; 64 of the
+        answer to a question about pictures.
       temperature: of sampling; by default 0, which takes the likeliest token.
       top_k: of sampling; by default 0, all tokens.
       top_p: of sampling; by default 1, all tokens.
@@ -525,8 +526,9 @@ class Run:
         f' {self.max_length} that the model has learnt from (run.max_length):'
         ' shorten it, or say by max_length how long a text may get.'
       )
-    if longest < self.default_length:
-      kwargs.setdefault('max_new_tokens', self.default_length - longest)
+    room = min(self.default_length, kwargs.get('max_length', self.max_length))
+    if longest < room:
+      kwargs.setdefault('max_new_tokens', room - longest)
     generated = language.continued(params, state, prompts, **kwargs)
     return [
       Continuation(text, *(np.asarray(x_N[:length]) for x_N in of_tokens))

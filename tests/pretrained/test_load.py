@@ -290,6 +290,8 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
     run.predict('+' * 17)
   (longer,) = run.predict('+' * 17, max_new_tokens=1, max_length=18)
   assert len(longer.log_probs) == 1
+  (short,) = run.predict('x', max_length=4)
+  assert len(short.tokens) == 3
   assert run.tokenizer.decode(longer.tokens.tolist()) == longer.text
   assert len(repr(run)) < 80  # No weights.
   for a, b in zip(expected, found, strict=True):
