@@ -1,6 +1,6 @@
 """Files of named arrays: safetensors, NumPy's `.npz` and PyTorch's `.pth`."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -42,6 +42,7 @@ DTYPES = {
 _PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _MOST_PACKED = 16
 INDEX = 'model.safetensors.index.json'  # Lists the files of a sharded model.
+SHARDS = 'model-?????-of-?????.safetensors'  # Their names.
 SHARD = 5 * 10**9  # Most bytes per file of weights, as in Hugging Face.
 
 
@@ -74,14 +75,6 @@ def copy(source: pathlib.Path, folder: pathlib.Path, names) -> None:
   for name in names:
     if (source / name).is_file():
       paths.write_bytes(folder / name, (source / name).read_bytes())
-
-
-def remove_others(folder: pathlib.Path, written: Container[str]) -> None:
-  """Removes an earlier model's files, except those with `written` names."""
-  shards = folder.glob('model-?????-of-?????.safetensors')
-  for file in (folder / _IN_DIRECTORY[0], folder / INDEX, *shards):
-    if file.name not in written:
-      file.unlink(missing_ok=True)
 
 
 def check_suffix(path: pathlib.Path) -> None:
@@ -325,7 +318,10 @@ def write_sharded(
     index = {'metadata': total, 'weight_map': weight_map}
     write_json(folder / INDEX, index, sort_keys=True)
     written.add(INDEX)
-  remove_others(folder, written)
+  for pattern in (_IN_DIRECTORY[0], INDEX, SHARDS):
+    for file in folder.glob(pattern):
+      if file.name not in written:
+        file.unlink()
 
 
 def write_json(path: str | os.PathLike, fields: Mapping, **kwargs) -> None:

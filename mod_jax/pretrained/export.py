@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import re
+import tempfile
 from typing import Any, Literal
 
 from PIL import Image
@@ -33,6 +34,13 @@ from mod_jax.runs import workdir
 
 # The routers of a routed language model, beside its dense weights.
 ROUTERS = 'routers.safetensors'
+# All that exports write, and some that libraries write beside it. Those of an
+# earlier model would be read as the new one's.
+_OF_MODELS = (
+  *(FOLDER, WEIGHTS, ROUTERS, files.INDEX, files.SHARDS, 'config.json'),
+  *('preprocessor_config.json', 'processor_config.json'),
+  *(convert_peft.CONFIG, convert_peft.WEIGHTS, *convert_lm.BESIDE),
+)
 _ROUTERS = '(^|/)(router|predictor)/'  # Pattern of their names.
 # The only epsilon of timm's layer norms: its configs have no field for it.
 _TIMM_EPSILON = 1e-6
@@ -74,7 +82,8 @@ def export(
 
   Args:
     run: the model, as `load` returns it.
-    path: the folder, created if necessary; files in it are replaced.
+    path: the folder, created if necessary. A model that lies there is replaced:
+      none of its files is left. Other files stay.
     format: the format.
     dense: of a routed or pruned model, export the dense model that has the same
       weights, although it computes something else. Impossible for learners and
@@ -82,8 +91,8 @@ def export(
       written to `routers.safetensors` as well. With `peft` the adapters alone.
 
   Raises:
-    UserError: the format cannot represent the model; or the folder holds a run,
-      or cannot be written.
+    UserError: the format cannot represent the model; or the folder holds a run
+      or what the model's adapters belong to, or cannot be written.
   """
   writers = {
     'safetensors': _ours,
@@ -95,19 +104,37 @@ def export(
   require_floats(run)
   if write is not _ours:
     _check_dense(run, format, dense)
+  elif dense and run.config != run.config.dense_twin():
+    raise UserError(
+      "dense=True: the format 'safetensors' holds this model as it is: leave it"
+      ' out, or export for another library.'
+    )
+  paths.require_local(os.fspath(path), 'path')
   folder = pathlib.Path(path).expanduser()
   if workdir.holds_run(folder) or workdir.checkpoints(folder).exists():
     raise UserError(
       f'{folder} is the directory of a run, of which an export would replace'
       ' config.json: name another folder.'
     )
+  base = run.base and pathlib.Path(run.base).expanduser()
+  if base and base.resolve() == folder.resolve():
+    raise UserError(
+      f'{folder} holds the weights that the adapters of this model belong to,'
+      ' which an export would replace: name another folder.'
+    )
   if write is not _peft:
     run = _merged(run)
   try:
-    written = write(run, folder)
-    # Delete files of an earlier export, which would be read as this model's.
-    for name in {FOLDER, ROUTERS, convert_peft.CONFIG} - written:
-      (folder / name).unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Within the folder, so that renaming moves the files.
+    with tempfile.TemporaryDirectory(prefix='.new_', dir=folder) as name:
+      new = pathlib.Path(name)
+      write(run, new)
+      for pattern in _OF_MODELS:
+        for old in folder.glob(pattern):
+          old.unlink()
+      for file in new.iterdir():
+        file.replace(folder / file.name)
   except OSError as error:
     raise UserError(
       f'{folder} cannot be written ({error.strerror}): name a folder that can.'
@@ -156,13 +183,11 @@ def _check_dense(run, format, dense):
     )
 
 
-# Writers by format; each returns which it has written of FOLDER, ROUTERS and
-# PEFT's config.
+# Writers by format; the folder is empty.
 
 
 def _ours(run, folder):
   files.write(folder / WEIGHTS, trees.by_path(dict(run.variables)))
-  files.remove_others(folder, {WEIGHTS})
   experiment = run.experiment
   if experiment is None and run.task is not None:
     experiment = run.task.config
@@ -182,7 +207,6 @@ def _ours(run, folder):
   if isinstance(run.config, LMConfig | VLMConfig):
     fields['tokenizer'] = _tokenizer(run, folder)
   files.write_json(folder / FOLDER, fields)
-  return {FOLDER}
 
 
 def _tokenizer(run, folder) -> str | None:
@@ -219,8 +243,7 @@ def _peft(run, folder):
           " 'safetensors'."
         )
   convert_peft.save(folder, params, run.config, run.base)
-  files.remove_others(folder, set())
-  return {convert_peft.CONFIG} | _routers(params, folder)
+  _write_routers(params, folder)
 
 
 def _config(instance) -> dict[str, Any]:
@@ -249,7 +272,6 @@ def _dense_weights(run, folder, naming):
     naming=naming,
     batch_stats=variables.get('batch_stats'),
   )
-  files.remove_others(folder, {WEIGHTS})
 
 
 def _names(run) -> list[str]:
@@ -270,31 +292,33 @@ def _language(run, folder):
   else:
     _processor(run.preprocess, folder, 'CLIPImageProcessor')
     convert_llava.save(folder, params, run.config, **texts)
-  return _routers(params, folder)
+  _write_routers(params, folder)
 
 
-def _routers(params, folder) -> set[str]:
+def _write_routers(params, folder) -> None:
   """Writes routers, if there are any, to a file of their own."""
   routers = {
     name: array
     for name, array in trees.flatten(params).items()
     if re.search(_ROUTERS, name)
   }
-  if not routers:
-    return set()
-  files.write(folder / ROUTERS, routers)
-  return {ROUTERS}
+  if routers:
+    files.write(folder / ROUTERS, routers)
 
 
 def _huggingface(run, folder):
   if isinstance(run.config, LMConfig | VLMConfig):
-    return _language(run, folder)
-  if isinstance(run.config, DETRConfig):
-    return _detector(run, folder)
-  if run.config.dense_twin().input_norm:
+    _language(run, folder)
+  elif isinstance(run.config, DETRConfig):
+    _detector(run, folder)
+  elif run.config.dense_twin().input_norm:
     convert_clip.save(folder, run.variables['params'], run.config)
     _processor(run.preprocess, folder, 'CLIPImageProcessor')
-    return set()
+  else:
+    _vision(run, folder)
+
+
+def _vision(run, folder):
   _dense_weights(run, folder, 'huggingface')
   dense, names = run.config.dense_twin(), _names(run)
   kind, model = 'vit', 'ViTForImageClassification'
@@ -326,7 +350,6 @@ def _huggingface(run, folder):
   )
   # ViTImageProcessor ignores the crop in some versions of transformers.
   _processor(run.preprocess, folder, 'DeiTImageProcessor')
-  return set()
 
 
 def _processor(preprocess, folder, kind: str) -> None:
@@ -353,7 +376,6 @@ def _write_processor(preprocess, folder, kind: str, **fields) -> None:
 def _detector(run, folder):
   config = run.config.dense_twin()
   convert_detr.save(folder / WEIGHTS, run.variables, config)
-  files.remove_others(folder, {WEIGHTS})
   names, preprocess = _names(run), run.preprocess
   files.write_json(
     folder / 'config.json', convert_detr.their_config(config, names)
@@ -372,7 +394,6 @@ def _detector(run, folder):
     do_pad=True,
     resample=int(Image.Resampling.BILINEAR),
   )
-  return set()
 
 
 def _square(side: int) -> dict[str, int]:
@@ -442,4 +463,3 @@ def _timm(run, folder):
       },
     },
   )
-  return set()

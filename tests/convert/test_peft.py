@@ -69,6 +69,8 @@ def test_a_merged_export_equals_the_adapted_model(name, format, tmp_path):
   model = tokenizers.models.WordLevel(words, unk_token='word0')
   tokenizers.Tokenizer(model).save(str(base / 'tokenizer.json'))
   run = mod_jax.load(HERE / name, base=str(base))
+  with pytest.raises(UserError, match='would replace: name another folder'):
+    mod_jax.export(run, base, format)
   mod_jax.export(run, tmp_path / 'out', format)
   merged = mod_jax.load(tmp_path / 'out')
   assert merged.config.lora is None

@@ -178,16 +178,20 @@ class TestExport:
 
   @pytest.mark.parametrize('format', ['huggingface', 'timm'])
   def test_the_dense_model_for_others(self, run, folder, tmp_path, format):
-    # Nothing of an earlier model is left.
-    mod_jax.export(run, tmp_path)
+    # Nothing of an earlier model is left, whose pictures were read otherwise.
+    reads = dataclasses.replace(run.preprocess, mean=(0.7, 0.7, 0.7))
+    earlier = dataclasses.replace(run, preprocess=reads)
+    for other in ('huggingface', 'safetensors'):
+      mod_jax.export(earlier, tmp_path, other, dense=other == 'huggingface')
     whole = tmp_path / 'model.safetensors'
     for name in ('model-00001-of-00002.safetensors', 'routers.safetensors'):
       shutil.copy(whole, tmp_path / name)
-    (tmp_path / 'model.safetensors.index.json').write_text('{}')
+    for name in ('model.safetensors.index.json', 'tokenizer.json', 'notes.md'):
+      (tmp_path / name).write_text('{}')
     mod_jax.export(run, tmp_path, format, dense=True)
     left = {path.name for path in tmp_path.iterdir()}
-    left.discard('preprocessor_config.json')
-    assert left == {'config.json', 'model.safetensors'}
+    own = {'preprocessor_config.json'} if format == 'huggingface' else set()
+    assert left == {'config.json', 'model.safetensors', 'notes.md'} | own
     again = mod_jax.load(tmp_path)
     assert again.config == run.config.dense_twin()
     assert again.classes == run.classes

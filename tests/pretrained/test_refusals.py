@@ -94,6 +94,10 @@ REFUSED = {
   # Formats.
   "unknown format 'onnx'": lambda path: export(path, 'onnx'),
   'file … cannot be written': export_over_a_file,
+  'gs:// … is a URL': lambda _: export('gs://bucket/out', 'safetensors'),
+  "dense=True … 'safetensors' holds": lambda path: mod_jax.export(
+    mod_jax.route(vit()), path, dense=True
+  ),
   'is the directory of a run': (
     lambda path: export_over_a_run(path, 'safetensors')
   ),
