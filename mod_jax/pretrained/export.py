@@ -381,12 +381,16 @@ def _detector(run, folder):
     folder / 'config.json', convert_detr.their_config(config, names)
   )
   height, width = preprocess.image_size
-  size = {'max_height': height, 'max_width': width}
-  if preprocess.short_side is not None:
-    size = {
-      'shortest_edge': preprocess.short_side,
-      'longest_edge': max(height, width),
-    }
+  short, square = preprocess.short_side, height == width
+  size = {'shortest_edge': short, 'longest_edge': height}
+  if short is None or (not square and short >= min(height, width)):
+    # The shorter side is then limited by the height and the width already.
+    size = {'max_height': height, 'max_width': width}
+  elif not square:
+    raise UserError(
+      f'short_side={short}, image_size={preprocess.image_size}: transformers'
+      " has one limit for the longer side: use 'safetensors', or one side twice."
+    )
   _write_processor(
     *(preprocess, folder, 'DetrImageProcessor'),
     do_resize=True,

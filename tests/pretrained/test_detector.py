@@ -5,6 +5,7 @@ import pathlib
 
 import jax
 import numpy as np
+from PIL import Image
 import pytest
 import tiny
 
@@ -73,3 +74,24 @@ def test_pictures_are_read_there_as_here(dense, tmp_path, format):
   again = mod_jax.load(tmp_path)
   assert (again.config, again.preprocess) == (model, reads)
   tiny.same(again.variables, run.variables)
+
+
+def test_pictures_that_are_not_square_are_resized_there_as_here(
+  dense, tmp_path
+):
+  def export(short_side):
+    reads = dataclasses.replace(
+      dense.preprocess, image_size=(64, 96), short_side=short_side
+    )
+    model = dataclasses.replace(dense.config, image_size=(64, 96))
+    run = dataclasses.replace(dense, config=model, preprocess=reads)
+    mod_jax.export(run, tmp_path, 'huggingface')
+    return reads
+
+  with pytest.raises(UserError, match='one limit for the longer side'):
+    export(48)
+  reads = export(64)
+  again = mod_jax.load(tmp_path).preprocess
+  for size in ((50, 100), (100, 50), (70, 70)):
+    picture = Image.new('RGB', size)
+    assert again.fit(picture).size == reads.fit(picture).size
