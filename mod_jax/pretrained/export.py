@@ -389,7 +389,7 @@ def _detector(run, folder):
   elif not square:
     raise UserError(
       f'short_side={short}, image_size={preprocess.image_size}: transformers'
-      " has one limit for the longer side: use 'safetensors', or one side twice."
+      " has one limit for the longer side: use 'safetensors', or a square."
     )
   _write_processor(
     *(preprocess, folder, 'DetrImageProcessor'),
