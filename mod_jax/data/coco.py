@@ -100,7 +100,16 @@ class Coco:
     """Returns a picture as RGB, and its objects."""
     path = self._folder / self.name(index)
     image = image_folder.decode(os.fspath(path), f'image {str(path)!r}')
-    return image, self._objects[index]
+    told, objects = self._pictures[self._ids[index]], self._objects[index]
+    turned = (image.width - image.height) * (told['width'] - told['height']) < 0
+    if turned and len(objects.label_N):
+      raise errors.UserError(
+        f'{path} has {image.width} x {image.height} pixels when it is turned as'
+        f' its EXIF data say, and {self._file} has {told["width"]} x'
+        f' {told["height"]}, so that its boxes would lie elsewhere: store it'
+        ' upright, with boxes as it is seen.'
+      )
+    return image, objects
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns a fingerprint of names and objects; reads no pictures."""

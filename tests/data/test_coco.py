@@ -193,3 +193,8 @@ def test_what_does_not_fit_is_named(tmp_path):
   (tmp_path / 'train' / 'a.png').write_bytes(b'no picture')
   with pytest.raises(UserError, match='a.png'):
     list(detection.eval_batches(config(tmp_path), batch_size=2))
+  lying = Image.Exif()
+  lying[0x0112] = 6  # It is shown turned by 90 degrees.
+  Image.new('RGB', (40, 20)).save(tmp_path / 'train' / 'a.png', exif=lying)
+  with pytest.raises(UserError, match='a.png has 20 x 40 .* has 40 x 20'):
+    list(detection.eval_batches(config(tmp_path), batch_size=2))
