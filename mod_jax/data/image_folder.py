@@ -103,7 +103,7 @@ def decode(
     with Image.open(file, formats=_FORMATS) as image:
       _require_readable(image, most)
       image.load()
-      return to_rgb(_upright(image))
+      return to_rgb(image)
   except MemoryError:
     raise
   except (FileNotFoundError, IsADirectoryError, PermissionError) as e:
@@ -301,16 +301,6 @@ def held_out(names: list[str], labels: np.ndarray, fraction: float):
   return chosen
 
 
-def _upright(image: Image.Image) -> Image.Image:
-  try:
-    return ImageOps.exif_transpose(image)
-  except MemoryError:
-    raise
-  except Exception:
-    # Ignore damaged EXIF data; the pixels can still be read.
-    return image
-
-
 def _require_readable(image: Image.Image, most: int = MAX_PIXELS) -> None:
   if image.width * image.height > most:
     raise ValueError(
@@ -333,6 +323,12 @@ def require_white(image: Image.Image) -> None:
 
 def to_rgb(image: Image.Image) -> Image.Image:
   """Converts as `decode`; ValueError if floats are not between 0 and 1."""
+  try:
+    image = ImageOps.exif_transpose(image)
+  except MemoryError:
+    raise
+  except Exception:
+    pass  # The EXIF data are damaged; the pixels can still be read.
   # Keep the upper 8 bits; Pillow would clip at 255. Mode I is a 16-bit PGM.
   if image.mode == 'I' or image.mode.startswith('I;16'):
     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -100,7 +100,10 @@ class Preprocess:
 
 
 def as_image(picture) -> Image.Image:
-  """Returns a picture as RGB: a path, a Pillow image or an array."""
+  """Returns a picture as RGB: a path, a Pillow image or an array.
+
+  The first two are turned upright, as their EXIF data say.
+  """
   if isinstance(picture, str | os.PathLike):
     return image_folder.decode(os.fspath(picture), f'image {str(picture)!r}')
   if isinstance(picture, Image.Image):

@@ -132,9 +132,11 @@ def test_what_else_a_file_may_hold():
     ({'kind': 'JPEG', 'exif': turned}, (4, 6)),
     ({'kind': 'JPEG', 'exif': damaged}, (6, 4)),
   ):
-    image = image_folder.decode(encoded((204, 0, 0), **kwargs), 'it')
-    assert image.size == size
-    np.testing.assert_allclose(image.getpixel((0, 0)), (204, 0, 0), atol=4)
+    file = encoded((204, 0, 0), **kwargs)
+    opened = images.as_image(Image.open(io.BytesIO(file)))
+    for image in (image_folder.decode(file, 'it'), opened):
+      assert image.size == size
+      np.testing.assert_allclose(image.getpixel((0, 0)), (204, 0, 0), atol=4)
 
 
 # Files that are no pictures.
