@@ -156,6 +156,10 @@ def recordings(
     found = {'train': [], 'eval': everything[9::10] or everything[-1:]}
     held_out = {recording.name for recording in found['eval']}
     found['train'] = [x for x in everything if x.name not in held_out]
+    if not found['train']:
+      raise UserError(
+        f'{folder} holds one recording, so that none can be held out: add some.'
+      )
   return found[split]
 
 

@@ -127,6 +127,9 @@ def test_lists_as_others_save_them(tmp_path):
   file.write_text('path\tsentence\n0.wav\n', 'utf-8-sig')
   (listed,) = audio_files._of_table(file)
   assert (listed.name, listed.text) == ('0.wav', '')
+  file.write_text(json.dumps(row))
+  with pytest.raises(UserError, match='one recording, so that none can be'):
+    audio_files.recordings(tmp_path, 'train')
   file.write_bytes('path\tsentence\n0.wav\tä\n'.encode('latin-1'))
   for read in (audio_files._of_manifest, audio_files._of_table):
     with pytest.raises(UserError, match=r'train\.jsonl is not UTF-8'):
