@@ -115,8 +115,9 @@ def _from_fields(fields: Mapping[str, Any], where: str) -> VLMConfig:
 
 def max_length(folder: str | os.PathLike) -> int:
   """Returns the longest input, in tokens, of a model of Hugging Face."""
-  text = files.config_json(folder).get('text_config') or {}
-  return int(text.get('max_position_embeddings', 2048))
+  where = f'{folder}/config.json'
+  text = _LLAMA | _part(files.config_json(folder), 'text_config', where)
+  return convert_lm.length_of(text, f'{where}: text_config')
 
 
 def _on_disk(name: str) -> str:

@@ -435,5 +435,10 @@ def fields_of(
 
 def max_length(path: str | os.PathLike) -> int:
   """Returns the longest input, in tokens, of a model of Hugging Face."""
-  saved, _ = _read_config(files.config_json(path), f'{path}/config.json')
+  return length_of(files.config_json(path), f'{path}/config.json')
+
+
+def length_of(fields: Mapping[str, Any], where: str) -> int:
+  """Returns the longest input from the fields of a `config.json`."""
+  saved, _ = _read_config(fields, where)
   return saved.max_position_embeddings

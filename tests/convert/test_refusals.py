@@ -229,6 +229,12 @@ TABLE = [
   # Models that see and read.
   (lambda t: clip.fields_of(tiny.VIT), 'num_classes=10', 'towers of CLIP'),
   (lambda t: save_llava(t, pooling=3), 'pooling=3', 'no file of its format'),
+  (
+    lambda t: llava.max_length(
+      copy(t, 'vlm/llava', text_config={'max_position_embeddings': 'x'})
+    ),
+    "max_position_embeddings='x'",
+  ),
 ]
 
 
