@@ -214,8 +214,12 @@ class DynamicViTConfig(StackedConfig):
 
 
 def equal_stages(num_layers: int, count: int = 3) -> tuple[int, ...]:
-  """Returns `count` equally spaced stages, as in the paper."""
-  return tuple(i * num_layers // (count + 1) for i in range(1, count + 1))
+  """Returns `count` equally spaced stages, as in the paper.
+
+  In a model of few blocks, no more than one before each block.
+  """
+  stages = {i * num_layers // (count + 1) for i in range(1, count + 1)}
+  return tuple(sorted(stages))
 
 
 @flax.struct.dataclass

@@ -48,9 +48,9 @@ WHOLE = {
     'shared_router': True,
     'router_width': 3,
   },
-  'dynamic': {'capacity': 1.0, 'stages': (1,)},
+  'dynamic': {'capacity': 1.0},
   'tome': {'r': 0},
-  'evit': {'capacity': 1.0, 'stages': (1,)},
+  'evit': {'capacity': 1.0},
 }
 
 
