@@ -286,9 +286,10 @@ def _language(run, folder):
   there = run.origin is not None and os.path.isdir(run.origin)
   like = run.origin if there else None
   texts = {'like': like, 'tokenizer': run.tokenizer}
+  if run.experiment is not None:  # A LLaVA without a tokenizer has none.
+    texts['length'] = run.experiment.data.length
   if isinstance(run.config, LMConfig):
-    length = run.experiment.data.length
-    convert_lm.save(folder, params, run.config, length=length, **texts)
+    convert_lm.save(folder, params, run.config, **texts)
   else:
     _processor(run.preprocess, folder, 'CLIPImageProcessor')
     convert_llava.save(folder, params, run.config, **texts)
@@ -343,7 +344,7 @@ def _vision(run, folder):
       'patch_size': dense.patch_size,
       'num_channels': 3,
       'qkv_bias': dense.qkv_bias,
-      **({'problem_type': beside.MULTI_LABEL} if run.multi_label else {}),
+      **_problem(run),
       'id2label': {str(i): name for i, name in enumerate(names)},
       'label2id': {name: i for i, name in enumerate(names)},
     },
@@ -400,6 +401,10 @@ def _detector(run, folder):
   )
 
 
+def _problem(run) -> dict[str, str]:
+  return {'problem_type': beside.MULTI_LABEL} if run.multi_label else {}
+
+
 def _square(side: int) -> dict[str, int]:
   return {'height': side, 'width': side}
 
@@ -453,6 +458,7 @@ def _timm(run, folder):
         'qkv_bias': dense.qkv_bias,
       },
       'label_names': _names(run),
+      **_problem(run),  # Not timm, but `load` reads it.
       'pretrained_cfg': {
         'num_classes': dense.num_classes,
         'input_size': size,

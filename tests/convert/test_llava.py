@@ -3,6 +3,7 @@
 `tools/golden/make_vlm.py` wrote what is compared with.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -16,9 +17,11 @@ import tiny
 
 import mod_jax
 from mod_jax.convert import files, llava
+from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models import vlm
 from mod_jax.serving.engine import Engine
+from mod_jax.tasks.experiment import ExperimentConfig
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'vlm'
 FOLDER = GOLDEN / 'llava'
@@ -83,6 +86,12 @@ def test_back_again_every_byte_is_the_same(tmp_path, monkeypatch):
     for folder in (FOLDER, tmp_path / 'a')
   ]
   assert fields[0] == fields[1]
+  # A run of ours says how long its texts were.
+  data = run.preprocess.apply_to(ConversationDataConfig(length=48))
+  trained = ExperimentConfig(model=config, data=data)
+  trained = dataclasses.replace(run, experiment=trained, origin=None)
+  mod_jax.export(trained, tmp_path / 'c', 'huggingface')
+  assert llava.max_length(tmp_path / 'c') == 48
   # Without the folder that it comes from: in the names of published files.
   llava.save(tmp_path / 'b', params, config, length=64)
   assert llava.derive(tmp_path / 'b') == config

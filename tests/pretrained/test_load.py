@@ -220,8 +220,7 @@ class TestExport:
     odd = dataclasses.replace(
       run, config=dense, experiment=None, task=None, preprocess=preprocess
     )
-    if format == 'safetensors':
-      odd = dataclasses.replace(odd, multi_label=True)
+    odd = dataclasses.replace(odd, multi_label=True)
     if (format, resize) == ('timm', 'none'):
       with pytest.raises(UserError, match='leaves the size of pictures'):
         mod_jax.export(odd, tmp_path, format)

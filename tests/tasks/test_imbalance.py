@@ -159,7 +159,7 @@ def test_a_run_on_a_table_of_labels(folder, tmp_path):
   (logits_V,) = np.asarray(run.apply(run.preprocess([picture])).logits_BV)
   for name, logit in zip(by_name, logits_V, strict=True):
     assert predicted[name] == pytest.approx(1 / (1 + np.exp(-logit)), rel=1e-5)
-  for kind in ('safetensors', 'huggingface'):
+  for kind in ('safetensors', 'huggingface', 'timm'):
     export.export(run, tmp_path / kind, kind)
     exported = mod_jax.load(tmp_path / kind)
     (found,) = exported.predict(picture, top=4)
