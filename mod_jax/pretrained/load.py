@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import optimizer, parallel
+from mod_jax import flops, optimizer, parallel
 from mod_jax.data import images as images_lib
 from mod_jax.data import prepared
 from mod_jax.data.audio import AudioDataConfig
@@ -131,7 +131,7 @@ class Run:
 
   def __repr__(self) -> str:
     """Names the model, and neither weights nor all of its config."""
-    count = sum(x.size for x in jax.tree.leaves(self.variables['params']))
+    count = flops.num_params(self.config)
     kind, origin = type(self.config).__name__, self.origin or self.base
     whence = f', of {origin}' if origin else ''
     return f'<Run: {kind} with {count:,} parameters{whence}>'

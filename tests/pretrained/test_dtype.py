@@ -79,6 +79,7 @@ def test_a_quarter_of_the_bytes(routed):
   for path in (MODEL, routed):
     whole, small = mod_jax.load(path), mod_jax.load(path, dtype='int8')
     assert small.config == whole.config
+    assert repr(small) == repr(whole)
     # And a scale for each output, of which so narrow a model has many.
     assert nbytes(small) < 0.35 * nbytes(whole)
     for name, x in trees.flatten(small.variables['params']).items():
