@@ -172,7 +172,6 @@ def _reader(path):
 
 @functools.lru_cache(maxsize=1)
 def _read_header(path, size, changed):
-  del size, changed
   try:
     import gguf
   except ImportError as error:

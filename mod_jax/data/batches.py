@@ -157,7 +157,6 @@ def _outlive_signals(worker: int, workers: int) -> None:
   once, but the main process needs batches until all hosts have agreed to stop.
   Grain stops its workers by an event, not by a signal.
   """
-  del worker, workers
   for name in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1'):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 

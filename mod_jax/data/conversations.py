@@ -172,7 +172,6 @@ def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
 
 def _at_an_end(wanted, rng, boxes_N4, digits_N, *, axis: int, sign: int):
   """Asks for the first or the last digit along an axis."""
-  del wanted, rng
   order_N = np.argsort(sign * boxes_N4[:, axis])
   place_N = boxes_N4[order_N, axis]
   if len(place_N) > 1 and abs(place_N[1] - place_N[0]) < _APART:
@@ -182,26 +181,22 @@ def _at_an_end(wanted, rng, boxes_N4, digits_N, *, axis: int, sign: int):
 
 def _count(wanted: int, rng, boxes_N4, digits_N):
   """Asks for a digit that is there so many times."""
-  del boxes_N4
   fits = np.flatnonzero(np.bincount(digits_N, minlength=10) == wanted)
   return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
 
 
 def _presence(wanted: str, rng, boxes_N4, digits_N):
   """Asks for a digit that is there, or is not."""
-  del boxes_N4
   there = np.bincount(digits_N, minlength=10) > 0
   fits = np.flatnonzero(there == (wanted == 'yes'))
   return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
 
 
 def _sum(wanted, rng, boxes_N4, digits_N):
-  del wanted, rng, boxes_N4
   return '', int(digits_N.sum())
 
 
 def _all(wanted, rng, boxes_N4, digits_N):
-  del wanted, rng
   x_N = np.sort(boxes_N4[:, 0])
   if (np.diff(x_N) < _APART).any():
     return None

@@ -138,10 +138,8 @@ class DetectionDataConfig:
 
   @property
   def preprocess(self) -> DetectionPreprocess:
-    return DetectionPreprocess(
-      **{name: getattr(self, name) for name in ('image_size', 'short_side')},
-      **{name: getattr(self, name) for name in ('mean', 'std')},
-    )
+    names = ('image_size', 'short_side', 'mean', 'std')
+    return DetectionPreprocess(**{name: getattr(self, name) for name in names})
 
 
 class _SceneObjects:

@@ -104,7 +104,6 @@ class _Memory:
 
 @functools.lru_cache(maxsize=2)  # Those to train on, and those held out.
 def _memory(owner: Hashable, limit: int) -> _Memory:
-  del owner
   return _Memory(limit)
 
 

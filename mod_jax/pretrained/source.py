@@ -165,7 +165,7 @@ class Source(abc.ABC):
     """Whether `read` returns what a model of ours has, and no less."""
     return self.kind in ('run', 'export', 'peft')
 
-  @property
+  @functools.cached_property
   def multi_label(self) -> bool:
     data = self.experiment and self.experiment.data
     return isinstance(data, ImageDataConfig) and data.multi_label
@@ -287,7 +287,7 @@ class _Export(Source):
     )
     self.config, self.experiment = known.model, known.experiment
     self.classes, self.tokenizer = known.classes, known.tokenizer
-    self.foreign, self._multi_label = known.foreign, known.multi_label
+    self.foreign, self.multi_label = known.foreign, known.multi_label
     language = isinstance(known.model, LMConfig)
     sees = not isinstance(known.model, LMConfig | Wav2Vec2Config)
     if (
@@ -314,10 +314,6 @@ class _Export(Source):
     data = config_lib.from_known(ImageDataConfig, pictures, where)
     self.preprocess = dataclasses.replace(data.preprocess, resample=resample)
 
-  @property
-  def multi_label(self):
-    return self._multi_label
-
   def read(self):
     return trees.unflatten(files.stored(self.path))
 
@@ -339,16 +335,13 @@ class _Peft(Source):
     self._whole = whole
     self.config = convert_peft.derive(path, whole.config)
     self.preprocess, self.foreign = whole.preprocess, whole.foreign
+    self.multi_label = whole.multi_label
     if getattr(self.config, 'num_classes', 0) == len(whole.classes or ()):
       self.classes = whole.classes
     if whole.experiment is not None:
       self.experiment = dataclasses.replace(
         whole.experiment, model=self.config, init=os.fspath(path)
       )
-
-  @property
-  def multi_label(self):
-    return self._whole.multi_label
 
   def read(self):
     variables = self._whole.read()
