@@ -149,7 +149,6 @@ class _SceneObjects:
     self._scenes = Scenes(config.scenes, config.image_size[0], split)
     self.class_names = tuple(map(str, range(10)))
     self.most = config.scenes.most
-    self.name = self._scenes.name
     self.fingerprint = self._scenes.fingerprint
 
   def __len__(self) -> int:
