@@ -139,11 +139,8 @@ def read(
 ) -> dict[str, Lazy]:
   """Returns the parameters of a tower by name, read lazily.
 
-  Args:
-    folder: directory of Hugging Face with the tower, or a model that has one.
-    config: of the tower.
-    stored: the tower's arrays by name, with or without `PREFIX`; None for those
-      of the safetensors in `folder`.
+  `stored` are the tower's arrays by name, with or without `PREFIX`; None for
+  those of the safetensors in `folder`.
 
   Raises:
     UserError: files are missing, or they hold another tower; lists all

@@ -87,10 +87,9 @@ def check_suffix(path: pathlib.Path) -> None:
 
 
 def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
-  """Returns arrays by name, with floating-point ones as float32.
+  """Returns the arrays of a file, or of a model's directory, by name.
 
-  Args:
-    path: of a file of weights, or of a model's directory.
+  Floating-point ones are float32.
 
   Raises:
     UserError: there is no such file, it cannot be read, or values are not

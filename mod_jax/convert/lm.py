@@ -281,11 +281,8 @@ def read(
 ) -> dict[str, Lazy]:
   """Returns the dense parameters of a model by name, read lazily.
 
-  Args:
-    path: directory of a model of Hugging Face.
-    config: of our model; routing is ignored, and parameters of scanned layers
-      are stacked.
-    stored: their arrays by name; None for those of the safetensors at `path`.
+  Those of scanned layers are stacked. `stored` are Hugging Face's arrays by
+  name; None for those of the safetensors at `path`.
 
   Raises:
     UserError: files are missing, or they hold another model: the message lists

@@ -69,11 +69,7 @@ def base_of(folder: str | os.PathLike) -> str:
 
 
 def derive(folder: str | os.PathLike, base):
-  """Returns the config of a model with the adapters of a folder.
-
-  Args:
-    folder: of PEFT.
-    base: config of the model that they belong to.
+  """Returns the config `base` of a model with the adapters of a folder.
 
   Raises:
     UserError: the adapters are of another kind, or of another model.
@@ -161,10 +157,6 @@ def _arrays(folder, config) -> dict[str, np.ndarray]:
 def read(folder: str | os.PathLike, config) -> dict[str, np.ndarray]:
   """Returns the parameters in a folder by name: adapters, and perhaps heads.
 
-  Args:
-    folder: of PEFT.
-    config: as `derive` returns it.
-
   Raises:
     UserError: the arrays are not those of the config; lists all differences.
   """
@@ -198,13 +190,8 @@ def read(folder: str | os.PathLike, config) -> dict[str, np.ndarray]:
 def save(folder: str | os.PathLike, params, config, base: str | None) -> None:
   """Writes a model's adapters, and a vision model's heads, for PEFT.
 
-  Vision transformers get the names of transformers 5.
-
-  Args:
-    folder: directory, created if missing; files in it are replaced.
-    params: nested dictionary of the model's parameters.
-    config: of the model.
-    base: path of the model that the adapters belong to; None if unknown.
+  Vision transformers get the names of transformers 5. `base` is the path of the
+  model that the adapters belong to; None if unknown.
 
   Raises:
     UserError: Hugging Face has no such model.

@@ -306,12 +306,7 @@ class Examples:
   """A part of a file's conversations, with random access."""
 
   def __init__(self, config: ConversationDataConfig, split: str):
-    """Reads the file, and no picture that it names.
-
-    Args:
-      config: says which file, and the part that is held out, evenly spread.
-      split: 'train' or 'eval'.
-    """
+    """Reads the file, and no picture that it names."""
     file = pathlib.Path(config.path).expanduser()
     if not file.is_file():
       raise paths.missing(file)
@@ -325,7 +320,8 @@ class Examples:
         f'pictures={config.pictures}: a conversation in {file} has {most}'
         f' pictures; set data.pictures={most}.'
       )
-    # Held out by picture, so that none is both trained on and asked about.
+    # Held out by picture, so that none is both trained on and asked about;
+    # evenly spread over the file.
     number = {}
     for images, turns in examples:
       number.setdefault(images[:1] or turns, len(number))
