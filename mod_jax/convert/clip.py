@@ -91,7 +91,17 @@ def derive(folder: str | os.PathLike) -> ViTConfig:
   """
   fields = files.config_json(folder)
   where = f'{pathlib.Path(folder).expanduser()}/config.json'
-  return from_fields(fields.get('vision_config', fields), where)
+  if 'vision_config' in fields:
+    fields = part(fields, 'vision_config', where)
+  return from_fields(fields, where)
+
+
+def part(fields: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+  """Returns the fields of one of several models in a `config.json`."""
+  found = fields.get(name)
+  if not isinstance(found, dict):
+    raise UserError(f'{where}: {name}={found!r}; expected an object of fields.')
+  return found
 
 
 def from_fields(fields: Mapping[str, Any], where: str) -> ViTConfig:

@@ -1,6 +1,7 @@
 """DETR in the naming of Hugging Face, with its own backbone or timm's."""
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import os
 import pathlib
 import re
@@ -8,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mod_jax import config as config_lib
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert.arrays import Entry
@@ -57,6 +59,21 @@ _RENAMED = (
   (r'\.mlp\.(fc[12])\.', r'.\1.'),
 )
 _UNUSED = (r'.*\.num_batches_tracked',)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fields:
+  """The fields that are read of a config, with Hugging Face's defaults."""
+
+  encoder_attention_heads: config_lib.Size = 8
+  decoder_attention_heads: config_lib.Size = 8
+  activation_function: Literal['relu'] = 'relu'
+  position_embedding_type: Literal['sine'] = 'sine'
+  # None with a backbone of its own, by transformers 4.
+  dilation: Literal[False] | None = False
+  num_channels: Literal[3] = 3
+
+
 # A file with it has the backbone of timm.
 _OF_TIMM = f'{_BACKBONE}conv1.weight'
 
@@ -125,22 +142,13 @@ def derive(path: str | os.PathLike) -> DETRConfig:
   sizes in either orientation.
   """
   arrays = _read(path)
-  told = files.config_json(path)
-  wanted = {
-    **{'activation_function': 'relu', 'position_embedding_type': 'sine'},
-    **{'dilation': False, 'num_channels': 3},
-  }
-  for name, value in wanted.items():
-    if told.get(name, value) != value:
-      raise UserError(
-        f'{path}/config.json: {name}={told[name]!r}, and a DETR here has'
-        f' {name}={value!r}: this model cannot be read.'
-      )
-  heads = {told.get(f'{x}_attention_heads', 8) for x in ('encoder', 'decoder')}
-  if len(heads) > 1 or type(next(iter(heads))) is not int:
+  where = f'{path}/config.json'
+  told = config_lib.from_known(_Fields, files.config_json(path), where)
+  heads = told.encoder_attention_heads
+  if told.decoder_attention_heads != heads:
     raise UserError(
-      f'{path}/config.json: encoder_attention_heads and decoder_attention_heads'
-      f' are {heads}: a DETR here has one number for both.'
+      f'{where}: encoder_attention_heads={heads} and decoder_attention_heads='
+      f'{told.decoder_attention_heads}: a DETR here has one number for both.'
     )
 
   def count(pattern):
@@ -169,7 +177,7 @@ def derive(path: str | os.PathLike) -> DETRConfig:
       num_classes=len(arrays['class_labels_classifier.bias']) - 1,
       num_queries=num_queries,
       width=width,
-      num_heads=next(iter(heads)),
+      num_heads=heads,
       mlp_dim=len(arrays['model.encoder.layers.0.fc1.bias']),
       num_layers=count(r'model\.encoder\.layers\.(\d+)\.'),
       num_decoder_layers=count(r'model\.decoder\.layers\.(\d+)\.'),

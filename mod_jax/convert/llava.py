@@ -89,19 +89,12 @@ def derive(folder: str | os.PathLike) -> VLMConfig:
   return _from_fields(files.config_json(folder), f'{folder}/config.json')
 
 
-def _part(fields, name, where) -> dict[str, Any]:
-  part = fields.get(name)
-  if not isinstance(part, dict):
-    raise UserError(f'{where}: {name}={part!r}; expected an object of fields.')
-  return part
-
-
 def _from_fields(fields: Mapping[str, Any], where: str) -> VLMConfig:
   theirs = config_lib.from_known(_Fields, fields, where)
   image_token = theirs.image_token_index
   image_token = theirs.image_token_id if image_token is None else image_token
-  text = _LLAMA | _part(fields, 'text_config', where)
-  vision = _CLIP | _part(fields, 'vision_config', where)
+  text = _LLAMA | clip.part(fields, 'text_config', where)
+  vision = _CLIP | clip.part(fields, 'vision_config', where)
   try:
     return VLMConfig(
       tower=clip.from_fields(vision, f'{where}: vision_config'),
@@ -116,7 +109,7 @@ def _from_fields(fields: Mapping[str, Any], where: str) -> VLMConfig:
 def max_length(folder: str | os.PathLike) -> int:
   """Returns the longest input, in tokens, of a model of Hugging Face."""
   where = f'{folder}/config.json'
-  text = _LLAMA | _part(files.config_json(folder), 'text_config', where)
+  text = _LLAMA | clip.part(files.config_json(folder), 'text_config', where)
   return convert_lm.length_of(text, f'{where}: text_config')
 
 
