@@ -403,7 +403,7 @@ def _decode_dataclass(fields, hint, path):
       fields[name] = _decode(fields[name], hints[name], where)
     elif field.default is field.default_factory is dataclasses.MISSING:
       raise UserError(f'{where} is missing: expected {describe(hints[name])}.')
-  with _inside(path):
+  with inside(path):
     return cls(**fields)
 
 
@@ -444,7 +444,7 @@ def from_known(cls, mapping, where):
   For files of other programs: `cls` declares the keys that are used, and
   messages begin with `where`, the name of the source.
   """
-  with _inside(where):
+  with inside(where):
     return from_dict(
       cls, {key: mapping[key] for key in annotations(cls) if key in mapping}
     )
@@ -624,7 +624,7 @@ def replace(instance, changes, where=''):
   for name, inner in nested.items():
     old = values.get(name, getattr(instance, name))
     values[name] = replace(old, inner, _join(where, name))
-  with _inside(where):
+  with inside(where):
     return dataclasses.replace(instance, **values)
 
 
@@ -647,12 +647,12 @@ def _join(path, name):
 
 
 @contextlib.contextmanager
-def _inside(path):
-  """Prefixes UserErrors with the path, which the class does not know."""
+def inside(where):
+  """Prefixes UserErrors with where a value stands, unless that is empty."""
   try:
     yield
   except UserError as error:
-    raise UserError(f'{path}: {error}' if path else str(error)) from error
+    raise UserError(f'{where}: {error}' if where else str(error)) from error
 
 
 def config_getter(variants):

@@ -108,10 +108,8 @@ def from_fields(fields: Mapping[str, Any], where: str) -> ViTConfig:
   """Returns the config of a tower from the fields of its own config."""
   theirs = config_lib.from_known(_Fields, fields, where)
   ours = {name: getattr(theirs, field) for name, field in _SAME.items()}
-  try:
+  with config_lib.inside(where):
     return ViTConfig(**ours, **_FIXED)
-  except UserError as error:
-    raise UserError(f'{where}: {error}') from error
 
 
 def fields_of(config: ViTConfig) -> dict[str, Any]:

@@ -95,15 +95,13 @@ def _from_fields(fields: Mapping[str, Any], where: str) -> VLMConfig:
   image_token = theirs.image_token_id if image_token is None else image_token
   text = _LLAMA | clip.part(fields, 'text_config', where)
   vision = _CLIP | clip.part(fields, 'vision_config', where)
-  try:
+  with config_lib.inside(where):
     return VLMConfig(
       tower=clip.from_fields(vision, f'{where}: vision_config'),
       language=convert_lm.from_fields(text, f'{where}: text_config'),
       image_token=32000 if image_token is None else image_token,
       feature_layer=theirs.vision_feature_layer,
     )
-  except UserError as error:
-    raise UserError(f'{where}: {error}') from error
 
 
 def max_length(folder: str | os.PathLike) -> int:

@@ -228,7 +228,7 @@ def from_fields(fields: Mapping[str, Any], where: str) -> LMConfig:
       f'{where}: some layers have a sliding window and some have none, which is'
       ' not supported; expected the same for all.'
     )
-  try:
+  with config_lib.inside(where):
     return LMConfig(
       **{ours: getattr(saved, theirs) for ours, theirs in _FIELDS.items()},
       num_kv_heads=saved.num_key_value_heads or saved.num_attention_heads,
@@ -242,8 +242,6 @@ def from_fields(fields: Mapping[str, Any], where: str) -> LMConfig:
       qk_norm=fields['model_type'] == 'qwen3',
       routing=None,
     )
-  except UserError as error:
-    raise UserError(f'{where}: {error}') from error
 
 
 def _entries(shapes) -> tuple[Entry, ...]:

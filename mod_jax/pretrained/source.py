@@ -460,13 +460,9 @@ class _Pictures(_Published):
         f' {size}'
       )
     preprocess = Preprocess(image_size=size, **metadata.pictures | assumed)
-    try:
+    with config_lib.inside(f'the preprocessing beside {self.path}'):
       # Its fields have the ranges.
       preprocess.apply_to(ImageDataConfig())
-    except UserError as error:
-      raise UserError(
-        f'the preprocessing beside {self.path}: {error}'
-      ) from error
     if unfollowed:
       logging.warning(
         'Of the preprocessing that is told beside %s, this is not followed: %s;'
@@ -569,14 +565,10 @@ class _Detector(_Published):
     usual = {name: _IMAGENET[name] for name in ('mean', 'std')}
     usual |= {'image_size': (1333, 1333), 'short_side': 800}
     told = DetectionPreprocess(**usual | beside.of_detector(self.path))
-    try:
+    with config_lib.inside(f'the preprocessing beside {self.path}'):
       # It has the ranges.
       data = DetectionDataConfig(source='coco', path=os.fspath(self.path))
       return told.apply_to(data).preprocess
-    except UserError as error:
-      raise UserError(
-        f'the preprocessing beside {self.path}: {error}'
-      ) from error
 
 
 # Folders of Hugging Face by the `model_type` in their `config.json`.
