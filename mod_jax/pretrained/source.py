@@ -416,10 +416,15 @@ class _Speech(_Published):
   @functools.cached_property
   def experiment(self):
     path = os.fspath(self.path)
-    vocabulary = os.path.join(path, VOCABULARY)
-    return self._reads(
-      AudioDataConfig(source='folder', path=path, vocabulary=vocabulary)
-    )
+    told = paths.read_object(self.path / 'preprocessor_config.json')
+    with config_lib.inside(f'the preprocessing beside {path}'):
+      data = AudioDataConfig(
+        source='folder',
+        path=path,
+        vocabulary=os.path.join(path, VOCABULARY),
+        rate=told.get('sampling_rate', AudioDataConfig.rate),
+      )
+    return self._reads(data)
 
 
 class _Pictures(_Published):

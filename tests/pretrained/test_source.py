@@ -54,6 +54,16 @@ def test_each_kind_is_recognised(tmp_path):
     assert source.foreign == (kind in ('language', 'speech', 'vlm'))
 
 
+def test_a_recogniser_says_its_rate(tmp_path):
+  folder = shutil.copytree(GOLDEN / 'wav2vec2' / 'group', tmp_path / 'model')
+  file = folder / 'preprocessor_config.json'
+  for rate in (8000, 'x'):
+    file.write_text(json.dumps({'sampling_rate': rate}))
+    expected = pytest.raises(UserError, match="beside .*rate='x'")
+    with contextlib.nullcontext() if rate == 8000 else expected:
+      assert Source.open(folder).experiment.data.rate == 8000
+
+
 VISION = {
   'config.json': {
     **{'num_attention_heads': 3, 'layer_norm_eps': 1e-6, 'id2label': {}},
