@@ -104,10 +104,10 @@ def export(
   require_floats(run)
   if write is not _ours:
     _check_dense(run, format, dense)
-  elif dense and run.config != run.config.dense_twin():
+  elif dense and run.config.with_parts(lora=None) != run.config.dense_twin():
     raise UserError(
-      "dense=True: the format 'safetensors' holds this model as it is: leave it"
-      ' out, or export for another library.'
+      "dense=True (--export_dense): the format 'safetensors' holds this model"
+      ' as it is: leave it out, or export for another library.'
     )
   paths.require_local(os.fspath(path), 'path')
   folder = pathlib.Path(path).expanduser()
