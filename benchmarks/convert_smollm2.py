@@ -20,7 +20,8 @@ The ways are:
 
 * Mixture-of-Depths on every other block of the deeper half, at three
   capacities; on every other block of all depths; and on as many blocks as in
-  the deeper half where ARank (γ-MoD) is lowest;
+  the deeper half where ARank (γ-MoD) or Block Influence (ShortGPT, Men et al.
+  2024) is lowest;
 * routers that choose whole sequences, trained alone (Router-Tuning, He et al.
   2024), and routers of tokens trained alone;
 * the attention alone, or the feed-forward alone, of the same blocks;
@@ -30,8 +31,8 @@ The ways are:
 * other learning rates of all weights but the routers', and the dense model with
   them;
 * for comparison, random tokens; no tokens at all, so that the routed blocks are
-  deleted; the deletion of as many blocks where Block Influence (ShortGPT, Men
-  et al. 2024) is lowest; and the dense model trained on for as long.
+  deleted; both also where Block Influence is lowest; and the dense model
+  trained on for as long.
 
 The first line is of the dense model before any training, with the ARank and the
 influence of its blocks. A trial of 84 steps (172k tokens) with one seed has all
@@ -88,6 +89,11 @@ _NO_RULE = {
   'model.routing.router_loss': 0.0,
   'model.routing.threshold_decay': 0.0,
 }
+_RANDOM = {
+  'model.routing.score': 'gaussian',
+  'optimizer.rules': (),
+  **_NO_RULE,
+}
 _DELETED = {
   'model.routing.train_rule': rules.Never(),
   'train.capacity_warmup_steps': 0,
@@ -120,11 +126,7 @@ def ways(parent: dict) -> dict[str, dict]:
     },
     'MoD, 25%': {'model.routing.capacity': 0.25},
     'MoD, 12.5%': {'model.routing.capacity': 0.125},
-    'random scores, 50%': {
-      'model.routing.score': 'gaussian',
-      'optimizer.rules': (),
-      **_NO_RULE,
-    },
+    'random scores, 50%': _RANDOM,
     'routers alone, 50%': _ALONE,
     'routers alone, per sequence, 50%': {
       'model.routing.per_sequence': True,
@@ -140,6 +142,13 @@ def ways(parent: dict) -> dict[str, dict]:
     'MoD, all depths, 50%': {'model.routing.first': 0},
     'MoD, blocks of lowest ARank, 50%': {
       'model.routing.layers': lowest('arank')
+    },
+    **{
+      f'{kind}, blocks of least influence, 50%': {
+        'model.routing.layers': lowest('influence'),
+        **changes,
+      }
+      for kind, changes in (('MoD', {}), ('random scores', _RANDOM))
     },
     'MoD, one router for all, 50%': {'model.routing.shared_router': True},
     'MoD, capacities by a cosine': {
