@@ -18,26 +18,31 @@ weights is 3e-4, since the recipe's 1e-5 is too low for a model of this size.
 The causal rules are that of the auxiliary loss and that of moving thresholds.
 The ways are:
 
-* Mixture-of-Depths on every other block of the deeper half, at three
-  capacities; on every other block of all depths; and on as many blocks as in
-  the deeper half where ARank (γ-MoD) or Block Influence (ShortGPT, Men et al.
-  2024) is lowest;
-* routers that choose whole sequences, trained alone (Router-Tuning, He et al.
-  2024), and routers of tokens trained alone;
+* Mixture-of-Depths on every other block of the deeper half; on every other
+  block of all depths; and on as many blocks as in the deeper half where Block
+  Influence (ShortGPT, Men et al. 2024) or ARank (γ-MoD) is lowest;
+* for comparison, random tokens, and no tokens at all, so that the routed blocks
+  are deleted; and the dense model trained on for as long;
+* other learning rates of all weights but the routers', also of the dense model.
+
+Of these the blocks of least influence did best by far, so that the other ways
+are tried there:
+
+* other capacities;
 * the attention alone, or the feed-forward alone, of the same blocks;
-* one router for all blocks (γ-MoD), and capacities that fall with depth by a
-  cosine (p-MoD);
-* with the divergence from the dense model's predictions added to the loss;
-* other learning rates of all weights but the routers', and the dense model with
-  them;
-* for comparison, random tokens; no tokens at all, so that the routed blocks are
-  deleted; both also where Block Influence is lowest; and the dense model
-  trained on for as long.
+* with the divergence from the dense model's predictions added to the loss
+  ("distilled");
+* routers of tokens trained alone, and routers that choose whole sequences,
+  trained alone (Router-Tuning, He et al. 2024);
+* one router for all blocks (γ-MoD).
+
+Capacities that fall with depth by a cosine (p-MoD) are for all blocks.
 
 The first line is of the dense model before any training, with the ARank and the
 influence of its blocks. A trial of 84 steps (172k tokens) with one seed has all
 ways; for those that it recommends, `--runs` chooses the whole training of 512
-steps (1.05M tokens) with two seeds, for instance `--runs='^MoD, 50%, 1.05M'`.
+steps (1.05M tokens) with two seeds, for instance
+`--runs='^(dense|least influence, MoD 50%), 1.05M'`.
 
 Each run is one line of `convert_smollm2.jsonl` beside this file; see
 `study.py`.
@@ -109,49 +114,52 @@ def ways(parent: dict) -> dict[str, dict]:
 
   def lowest(measure):
     order = np.argsort(parent[measure]).tolist()
-    return tuple(sorted(order[: parent['routed']]))
+    return {'model.routing.layers': tuple(sorted(order[: parent['routed']]))}
 
-  return {
-    'dense': _DENSE,
-    'the same blocks deleted': _DELETED,
-    'blocks of least influence deleted': {
-      'model.routing.layers': lowest('influence'),
-      **_DELETED,
-    },
-    'MoD, 50%': {},
-    **{
-      f'{kind}, rate {rate:.0e}': {**_at_rate(rate), **changes}
-      for kind, changes in (('MoD, 50%', {}), ('dense', _DENSE))
-      for rate in (1e-5, 1e-4, 1e-3)
-    },
-    'MoD, 25%': {'model.routing.capacity': 0.25},
-    'MoD, 12.5%': {'model.routing.capacity': 0.125},
-    'random scores, 50%': _RANDOM,
-    'routers alone, 50%': _ALONE,
-    'routers alone, per sequence, 50%': {
+  places = {
+    'every other deeper block': {},
+    'least influence': lowest('influence'),
+    'every other block': {'model.routing.first': 0},
+    'lowest ARank': lowest('arank'),
+  }
+  controls = {'random 50%': _RANDOM, 'deleted': _DELETED}
+  others = {
+    'MoD 25%': {'model.routing.capacity': 0.25},
+    'MoD 12.5%': {'model.routing.capacity': 0.125},
+    'attention alone 50%': {'model.routing.part': 'attention'},
+    'feed-forward alone 50%': {'model.routing.part': 'mlp'},
+    'distilled 50%': {'objective': ConversionObjective()},
+    'routers alone 50%': _ALONE,
+    'routers alone, per sequence 50%': {
       'model.routing.per_sequence': True,
       'model.routing.balance_loss': 0.01,
       **_NO_RULE,
       **_ALONE,
     },
-    'MoD, attention alone, 50%': {'model.routing.part': 'attention'},
-    'MoD, feed-forward alone, 50%': {'model.routing.part': 'mlp'},
-    "MoD, the dense model's predictions, 50%": {
-      'objective': ConversionObjective()
-    },
-    'MoD, all depths, 50%': {'model.routing.first': 0},
-    'MoD, blocks of lowest ARank, 50%': {
-      'model.routing.layers': lowest('arank')
+    'one router for all 50%': {'model.routing.shared_router': True},
+  }
+  at, best = places['every other deeper block'], places['least influence']
+  return {
+    'dense': _DENSE,
+    **{f'{place}, MoD 50%': changes for place, changes in places.items()},
+    **{
+      f'{place}, {name}': places[place] | changes
+      for place in ('every other deeper block', 'least influence')
+      for name, changes in controls.items()
     },
     **{
-      f'{kind}, blocks of least influence, 50%': {
-        'model.routing.layers': lowest('influence'),
-        **changes,
-      }
-      for kind, changes in (('MoD', {}), ('random scores', _RANDOM))
+      f'{name}, rate {rate:.0e}': _at_rate(rate) | changes
+      for name, changes in (
+        ('every other deeper block, MoD 50%', at),
+        ('dense', _DENSE),
+      )
+      for rate in (1e-5, 1e-4, 1e-3)
     },
-    'MoD, one router for all, 50%': {'model.routing.shared_router': True},
-    'MoD, capacities by a cosine': {
+    **{
+      f'least influence, {name}': best | changes
+      for name, changes in others.items()
+    },
+    'capacities by a cosine': {
       'model.routing.capacity_schedule': 'shifted_cosine',
       'model.routing.first': 0,
       'model.routing.period': 1,
