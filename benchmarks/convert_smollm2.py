@@ -18,9 +18,10 @@ weights is 3e-4, since the recipe's 1e-5 is too low for a model of this size.
 The causal rules are that of the auxiliary loss and that of moving thresholds.
 The ways are:
 
-* Mixture-of-Depths on every other block of the deeper half; on every other
-  block of all depths; and on as many blocks as in the deeper half where Block
-  Influence (ShortGPT, Men et al. 2024) or ARank (γ-MoD) is lowest;
+* Mixture-of-Depths on every other block of the deeper half ("deeper half"); on
+  every other block of all depths ("all depths"); and on as many blocks as in
+  the deeper half where Block Influence (ShortGPT, Men et al. 2024) or ARank
+  (γ-MoD) is lowest;
 * for comparison, random tokens, and no tokens at all, so that the routed blocks
   are deleted; and the dense model trained on for as long;
 * other learning rates of all weights but the routers', also of the dense model.
@@ -117,9 +118,9 @@ def ways(parent: dict) -> dict[str, dict]:
     return {'model.routing.layers': tuple(sorted(order[: parent['routed']]))}
 
   places = {
-    'every other deeper block': {},
+    'deeper half': {},
     'least influence': lowest('influence'),
-    'every other block': {'model.routing.first': 0},
+    'all depths': {'model.routing.first': 0},
     'lowest ARank': lowest('arank'),
   }
   controls = {'random 50%': _RANDOM, 'deleted': _DELETED}
@@ -138,19 +139,19 @@ def ways(parent: dict) -> dict[str, dict]:
     },
     'one router for all 50%': {'model.routing.shared_router': True},
   }
-  at, best = places['every other deeper block'], places['least influence']
+  at, best = places['deeper half'], places['least influence']
   return {
     'dense': _DENSE,
     **{f'{place}, MoD 50%': changes for place, changes in places.items()},
     **{
       f'{place}, {name}': places[place] | changes
-      for place in ('every other deeper block', 'least influence')
+      for place in ('deeper half', 'least influence')
       for name, changes in controls.items()
     },
     **{
       f'{name}, rate {rate:.0e}': _at_rate(rate) | changes
       for name, changes in (
-        ('every other deeper block, MoD 50%', at),
+        ('deeper half, MoD 50%', at),
         ('dense', _DENSE),
       )
       for rate in (1e-5, 1e-4, 1e-3)
