@@ -34,12 +34,13 @@ from mod_jax.runs import workdir
 
 # The routers of a routed language model, beside its dense weights.
 ROUTERS = 'routers.safetensors'
+_WEIGHTS = (WEIGHTS, files.INDEX, convert_peft.WEIGHTS)  # A model has one.
 # All that exports write, and some that libraries write beside it. Those of an
 # earlier model would be read as the new one's.
 _OF_MODELS = (
-  *(FOLDER, WEIGHTS, ROUTERS, files.INDEX, files.SHARDS, 'config.json'),
-  *('preprocessor_config.json', 'processor_config.json'),
-  *(convert_peft.CONFIG, convert_peft.WEIGHTS, *convert_lm.BESIDE),
+  *(*_WEIGHTS, files.SHARDS, FOLDER, ROUTERS, convert_peft.CONFIG),
+  *('config.json', 'preprocessor_config.json', 'processor_config.json'),
+  *convert_lm.BESIDE,
 )
 _ROUTERS = '(^|/)(router|predictor)/'  # Pattern of their names.
 # The only epsilon of timm's layer norms: its configs have no field for it.
@@ -130,9 +131,10 @@ def export(
     with tempfile.TemporaryDirectory(prefix='.new_', dir=folder) as name:
       new = pathlib.Path(name)
       write(run, new)
-      for pattern in _OF_MODELS:
-        for old in folder.glob(pattern):
-          old.unlink()
+      if any((folder / name).exists() for name in _WEIGHTS):
+        for pattern in _OF_MODELS:
+          for old in folder.glob(pattern):
+            old.unlink()
       for file in new.iterdir():
         file.replace(folder / file.name)
   except OSError as error:

@@ -178,6 +178,12 @@ class TestExport:
 
   @pytest.mark.parametrize('format', ['huggingface', 'timm'])
   def test_the_dense_model_for_others(self, run, folder, tmp_path, format):
+    # What does not lie beside a model's weights belongs to somebody else.
+    (tmp_path / 'apart').mkdir()
+    (tmp_path / 'apart' / 'vocab.json').write_text('{}')
+    mod_jax.export(run, tmp_path / 'apart', format, dense=True)
+    assert (tmp_path / 'apart' / 'vocab.json').exists()
+    shutil.rmtree(tmp_path / 'apart')
     # Nothing of an earlier model is left, whose pictures were read otherwise.
     reads = dataclasses.replace(run.preprocess, mean=(0.7, 0.7, 0.7))
     earlier = dataclasses.replace(run, preprocess=reads)
