@@ -366,8 +366,11 @@ def _holds_groups(value) -> bool:
   )
 
 
-def _decode(value, hint, path):
-  """Inverts `_encode`; raises UserError for what the annotation forbids."""
+def _decode(value, hint, path, shown=None):
+  """Inverts `_encode`; raises UserError for what the annotation forbids.
+
+  `shown` is the value as the user wrote it.
+  """
   if isinstance(value, Mapping) and classes_of(hint):
     return _decode_dataclass(value, hint, path)
   tuples = [m for m in _members(hint) if typing.get_origin(m) is tuple]
@@ -379,7 +382,8 @@ def _decode(value, hint, path):
         zip(value, hints, strict=False)
       )
     )
-  return _fitted(path, value, hint)
+    shown = None  # Messages name the first wrong element.
+  return _fitted(path, value, hint, shown)
 
 
 def _decode_dataclass(fields, hint, path):
@@ -510,6 +514,21 @@ def parse(text, hint):
   return value
 
 
+def fit(value, hint, path, shown=None):
+  """Returns a value of `parse` as its field holds it.
+
+  A mapping becomes the group of fields that it names. Raises UserError for what
+  the annotation forbids; `path` and `shown` are what the user has written.
+  """
+  if isinstance(value, dict) and _is_tagged(hint) and _TYPE_KEY not in value:
+    names = describe(typing.Literal[tuple(classes_of(hint))])
+    raise UserError(
+      f'{path}.{_TYPE_KEY} is missing: say which group of fields is meant,'
+      f' {names}.'
+    )
+  return _decode(value, hint, path, shown)
+
+
 def field(instance, path, where='', groups=types.MappingProxyType({})):
   """Returns the annotation of a nested dataclass's field, by dotted path.
 
@@ -584,19 +603,7 @@ def override(instance, texts, where='--config.'):
   changes = {}
   for path, text in sorted(texts, key=outer_groups_first):
     hint = field(instance, path, where, changes)
-    value = parse(text, hint)
-    if _holds_groups(value):
-      changes[path] = _decode(value, hint, where + path)
-    elif not isinstance(value, dict) or not classes_of(hint):
-      changes[path] = _fitted(where + path, value, hint, text)
-    elif _is_tagged(hint) and _TYPE_KEY not in value:
-      names = describe(typing.Literal[tuple(classes_of(hint))])
-      raise UserError(
-        f'{where}{path}.{_TYPE_KEY} is missing: say which group of fields is'
-        f' meant, {names}.'
-      )
-    else:
-      changes[path] = _decode(value, hint, where + path)
+    changes[path] = fit(parse(text, hint), hint, where + path, text)
   return replace(instance, changes)
 
 

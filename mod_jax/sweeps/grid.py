@@ -75,8 +75,8 @@ def points(
     UserError: a field is unknown, a value is not allowed, or two points have
       the same name.
   """
+  hints = {path: config_lib.field(config, path, '--sweep=') for path in axes}
   for path, values in axes.items():
-    config_lib.field(config, path, '--sweep=')
     if not values:
       raise UserError(f'{path} has no values: give at least one.')
   configs = {}
@@ -90,8 +90,12 @@ def points(
         ' and none that differs from another by slashes alone.'
       )
     try:
+      changes = {
+        path: config_lib.fit(value, hints[path], path)
+        for path, value in values.items()
+      }
       configs[name] = config_lib.replace(
-        config, {'name': f'{config.name} {name}'} | values
+        config, {'name': f'{config.name} {name}'} | changes
       )
     except UserError as error:
       raise UserError(f'the point {name} of the sweep: {error}') from error

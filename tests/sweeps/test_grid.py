@@ -38,6 +38,12 @@ class TestPoints:
     ((name, config),) = grid.points(CONFIG, {'init': ['../runs/a']})
     assert '/' not in name
     assert config.init == '../runs/a'
+    # A group of fields, as on the command line.
+    group = "model.routing={'layers': (0,), 'capacity': 0.5}"
+    points = grid.points(CONFIG, grid.parse(CONFIG, [f'{group},none']))
+    changed, dense = [config.model.routing for _, config in points]
+    assert (changed, dense) == (MoDConfig(layers=(0,), capacity=0.5), None)
+    assert points[0][0] == group
 
   @pytest.mark.parametrize(
     ('text', 'values'),
