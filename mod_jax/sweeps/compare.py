@@ -6,6 +6,7 @@ not restarts, according to its history.
 """
 
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import os
@@ -35,6 +36,8 @@ class Run:
   step: int  # The last step in `records`.
   flops_S: np.ndarray  # Training FLOPs up to each step, 0 for step 0.
   seconds_per_step: float | None  # Mean time of a step; None if unknown.
+  # What the losses are of: the kind of data, and the tokenizer, if any.
+  measured: tuple[str, str | None]
 
   def last(self, kind: str) -> float | None:
     """Returns the newest loss of a kind, 'train' or 'eval'; None if absent."""
@@ -70,7 +73,16 @@ def read(workdir, name: str | None = None) -> Run:
     step=step,
     flops_S=np.cumsum([0.0, *spent]),
     seconds_per_step=history.seconds_per_step(metrics_lib.read_events(workdir)),
+    measured=(type(task.modality).__name__, _tokenizer(task.modality)),
   )
+
+
+def _tokenizer(modality) -> str | None:
+  """Returns what tells tokenizers apart; None without one, or if it is gone."""
+  with contextlib.suppress(UserError):
+    tokenizer = getattr(modality, 'tokenizer', None)
+    return tokenizer and tokenizer.fingerprint
+  return None
 
 
 _FORMS = {
@@ -98,6 +110,9 @@ class Comparison:
 
   def _row(self, run: Run) -> dict[str, Any]:
     first, loss = self.runs[0].last('eval'), run.last('eval')
+    incomparable = (
+      None in (first, loss) or run.measured != self.runs[0].measured
+    )
     rate = run.seconds_per_step
     return {
       'run': run.name,
@@ -108,7 +123,7 @@ class Comparison:
       'hours': rate and rate * run.step / 3600,
       'train_loss': run.last('train'),
       'held_out_loss': loss,
-      'difference': None if None in (first, loss) else loss - first,
+      'difference': None if incomparable else loss - first,
     }
 
   def __str__(self) -> str:
@@ -130,6 +145,11 @@ class Comparison:
       ]
       text += ['', f'{run.name} differs from {first.name} in']
       text += differences or ['  nothing']
+      if run.measured != first.measured:
+        text.append(
+          'The losses are of other data or by another tokenizer, and so not'
+          ' compared.'
+        )
     return '\n'.join(text)
 
   def figure(self, title: str = ''):

@@ -4,6 +4,7 @@ import csv
 
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -73,6 +74,28 @@ def test_command_line(runs, tmp_path, command):
     assert float(row['train_flops']) == spent
     assert int(row['params']) == flops.num_params(config.model)
   assert (tmp_path / 'out/compare.png').stat().st_size > 10_000
+
+
+@pytest.mark.parametrize('kind', ['subwords', 'images'])
+def test_losses_of_another_kind_are_not_compared(runs, tmp_path, kind):
+  config = tiny.experiment(tiny.VIT)
+  if kind == 'subwords':
+    tiny.texts(tmp_path, a=2000, b=2000)
+    data = TextDataConfig(
+      source='files',
+      files=f'{tmp_path}/*.txt',
+      length=16,
+      eval_fraction=0.5,
+      tokenizer='bpe',
+      tokenizer_vocab_size=260,
+      cache_dir=str(tmp_path),
+    )
+    config = config_lib.replace(DENSE, {'data': data, 'model.vocab_size': 260})
+  leave(tmp_path / 'other', config, [2.0, 1.0], {'loss': 1.0})
+  found = compare.compare([*runs, tmp_path / 'other'])
+  differences = [row['difference'] for row in found.rows]
+  assert differences == [0, pytest.approx(-0.1), None]
+  assert str(found).count('and so not compared') == 1
 
 
 def test_a_capacity_warmup_costs_more(tmp_path):
