@@ -14,6 +14,7 @@ import itertools
 import math
 import operator
 import re
+import sys
 from typing import Annotated, Any
 
 from absl import flags
@@ -390,6 +391,12 @@ def define_flags() -> None:
 def main(_) -> None:
   """`python -m mod_jax.sweeps plan`."""
   sweep = cli.load_config(flags.FLAGS.config, SweepConfig)
+  if sweep.corpus_tokens is None:
+    print(
+      'counting the tokens of the corpus, for which a tokenizer may have to be'
+      ' learnt: minutes, for a large one.',
+      file=sys.stderr,
+    )
   workdir, runs = flags.FLAGS.workdir, entries(sweep)
   digest = manifest.write(workdir, runs)
   text = table(sweep, runs)

@@ -204,14 +204,23 @@ def test_bad_plans(changes, message):
     plan.entries(small(**changes))
 
 
-def test_corpus_is_counted(tmp_path):
+def test_corpus_is_counted(tmp_path, command):
   for name, size in (('text', 5000), ('held_out', 500)):
     (tmp_path / name).write_text('x' * size)
-  files = {'files': f'{tmp_path}/text', 'eval_files': f'{tmp_path}/held_out'}
-  data = TextDataConfig(source='files', length=16, **files)
-  base = dataclasses.replace(BASE, data=data)
-  with pytest.raises(UserError, match='the corpus has 4.99k'):
-    plan.entries(small(base=base, corpus_tokens=None))
+  data = {
+    'source': 'files',
+    'files': f'{tmp_path}/text',
+    'eval_files': f'{tmp_path}/held_out',
+    'length': 16,
+  }
+  status, _, err = command(
+    *('plan', f'--config={ROOT}/configs/sweeps/laptop.py:tiny'),
+    f'--workdir={tmp_path}',
+    *(f'--config.base.data.{name}={value}' for name, value in data.items()),
+  )
+  assert status == 2
+  assert err.startswith('counting the tokens of the corpus')
+  assert 'the corpus has 4.99k' in err
 
 
 @pytest.mark.parametrize('begun', [manifest.RUNS, manifest.RESULTS])
