@@ -15,7 +15,6 @@ import concurrent.futures
 import contextlib
 import hashlib
 import hmac
-import itertools
 import json
 import queue
 import threading
@@ -288,20 +287,22 @@ class _Server:
     with contextlib.ExitStack() as stack:
       count = (1 if chat else len(asked.prompts)) * asked.choices
       stack.enter_context(self._place(count))
-      most, shown = self.engine.max_length, {}
+      most, more = self.engine.max_length, {}
       if chat:
-        prompts, shown = await self._read_chat(asked)
+        prompts, more = await self._read_chat(asked)
       elif isinstance(asked.prompts[0], str):
         prompts = await self._read('encode', asked.prompts, most)
       else:
         prompts = asked.prompts
-      settings = [{**choice, **shown} for choice in asked.settings()]
       if asked.schema is not None:
-        grammar = await self._compiled(asked.schema)
-        settings = [{**choice, 'schema': grammar} for choice in settings]
-      events = await self._submit(
-        list(itertools.product(prompts, settings)), stack
-      )
+        more['schema'] = await self._compiled(asked.schema)
+      # Without a seed, each prompt has its own, so that equal ones differ.
+      wanted = [
+        (prompt, choice | more)
+        for prompt in prompts
+        for choice in asked.settings()
+      ]
+      events = await self._submit(wanted, stack)
       read = sum(map(self.engine.num_read, prompts))
       self._metrics.count_prompt(read)
       head = {

@@ -124,6 +124,10 @@ def test_choices(client, alone):
   assert [choice.text for choice in found.choices] == [c.text for c in expected]
   assert [choice.index for choice in found.choices] == list(range(6))
   assert len({choice.text for choice in found.choices}) > 3
+  # Without a seed each has its own, also where prompts are equal.
+  unseeded = TEXT | {'prompt': ['how'] * 4, 'seed': None}
+  choices = client.completions.create(**unseeded).choices
+  assert len({choice.text for choice in choices}) == 4
   # Prompts count once.
   assert found.usage.prompt_tokens == len('how') + len('are you')
   assert found.usage.completion_tokens == sum(len(c.tokens) for c in expected)
