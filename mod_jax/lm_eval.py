@@ -15,7 +15,6 @@ import pathlib
 
 from absl import flags, logging
 import jax
-import jax.numpy as jnp
 import lm_eval.api.model
 import lm_eval.models.utils
 import lm_eval.tasks
@@ -94,10 +93,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
       rngs={'routing': jax.random.key(0)},
     )
     logits_BLV, target_BL = output.logits_BLV, tokens_BL[:, 1:]
-    log_prob_BLV = jax.nn.log_softmax(logits_BLV)
-    log_prob_BL = jnp.take_along_axis(
-      log_prob_BLV, target_BL[..., None], axis=-1
-    )[..., 0]
+    log_prob_BL = generation.log_prob(logits_BLV, target_BL)
     return log_prob_BL, logits_BLV.argmax(axis=-1) == target_BL
 
   def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):

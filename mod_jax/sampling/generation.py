@@ -168,12 +168,7 @@ def generate(
     end_token=end_token,
     draft=None if draft is None else draft.complete(model.config),
   )
-  settings = Settings(
-    temperature_B=jnp.full(batch, temperature, jnp.float32),
-    top_k_B=jnp.full(batch, top_k, jnp.int32),
-    top_p_B=jnp.full(batch, top_p, jnp.float32),
-    min_p_B=jnp.full(batch, min_p, jnp.float32),
-  )
+  settings = Settings.of(batch, temperature, top_k, top_p, min_p)
   generated = _generate(
     model.config,
     options,
@@ -204,6 +199,16 @@ class Settings:
   top_k_B: jax.Array
   top_p_B: jax.Array
   min_p_B: jax.Array
+
+  @classmethod
+  def of(cls, batch: int, temperature, top_k, top_p, min_p) -> 'Settings':
+    """Returns the same settings for all rows."""
+    return cls(
+      temperature_B=np.full(batch, temperature, np.float32),
+      top_k_B=np.full(batch, top_k, np.int32),
+      top_p_B=np.full(batch, top_p, np.float32),
+      min_p_B=np.full(batch, min_p, np.float32),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -77,8 +77,6 @@ class Completion:
   reason: Reason  # As in `Event`.
 
 
-# Settings of slots that have not been used yet.
-_GREEDY = {'temperature': 0.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
 # Seconds until an engine that waits for schemas looks around: where there is
 # nothing else to do, and where the device may be done with a step.
 _PATIENCE, _GLANCE = 0.05, 0.0005
@@ -94,7 +92,7 @@ class _Request:
   prompt: tuple[np.ndarray, np.ndarray]
   pictures: dict[str, np.ndarray]  # Further arguments of a `VLM`.
   limit: int
-  settings: dict[str, float]
+  settings: tuple[float, ...]  # Arguments of `generation.Settings.of`.
   seed: int
   text: TextStream
   extras: dict[str, Any]  # Arguments of `extras_of`; empty if it asks for none.
@@ -211,10 +209,7 @@ class Engine:
     # output arrays).
     self._pending: collections.deque[Any] = collections.deque()
     self._state = slots_lib.State(
-      self._program.empty(slots),
-      slots_lib.rows_of(
-        [0] * slots, [0] * slots, [_GREEDY] * slots, active=False
-      ),
+      self._program.empty(slots), slots_lib.rows_of(slots)
     )
     # None while no request in the slots has any.
     self._extras: slots_lib.Extras | None = None
@@ -306,12 +301,7 @@ class Engine:
       prompt=arrays,
       pictures=pictures,
       limit=max_new_tokens,
-      settings={
-        'temperature': temperature,
-        'top_k': top_k,
-        'top_p': top_p,
-        'min_p': min_p,
-      },
+      settings=(temperature, top_k, top_p, min_p),
       seed=seed,
       text=TextStream(self.tokenizer, tokens, stops),
       extras=extras,
@@ -626,7 +616,11 @@ class Engine:
 
   def _insert(self, request: _Request, slot: int, mask_W) -> None:
     rows = slots_lib.rows_of(
-      [request.limit], [request.seed], [request.settings]
+      1,
+      limit=request.limit,
+      seed=request.seed,
+      active=True,
+      settings=request.settings,
     )
     cache, logits_1V = self._program.prefill(
       self._variables, *request.prompt, rows, request.pictures

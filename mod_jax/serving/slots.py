@@ -134,18 +134,8 @@ class Program:
   def insert(self, state, extras, cache, logits_1V, rows, changes, gate, slot):
     """Samples a request's first token, and puts the request into a slot.
 
-    Args:
-      state: of all slots.
-      extras: of all slots, or None.
-      cache: of the prompt.
-      logits_1V: after the prompt.
-      rows: the request's row.
-      changes: the request's row of the extras, or None.
-      gate: for the first token, or None.
-      slot: the number of the slot.
-
-    Returns:
-      The state, the extras and the outputs, as `step` does.
+    `rows` and `changes` are the request's row of the state and of the extras.
+    Returns the state, the extras and the outputs, as `step` does.
     """
     rows, changes, outputs = self._draw(rows, logits_1V, changes, gate)
     state, extras = jax.tree.map(
@@ -206,25 +196,20 @@ def _key(seed, number) -> jax.Array:
   return jax.random.fold_in(jax.random.key(seed), number)
 
 
-def rows_of(limits, seeds, settings, *, active=True) -> Rows:
-  """Returns rows that have drawn nothing yet."""
-  batch = len(limits)
+def rows_of(
+  batch: int, *, limit=0, seed=0, active=False, settings=(0.0, 0, 1.0, 0.0)
+) -> Rows:
+  """Returns alike rows that have drawn nothing yet.
 
-  def array(name, dtype):
-    return jnp.asarray([row[name] for row in settings], dtype)
-
+  `settings` are arguments of `Settings.of`.
+  """
   return Rows(
-    token_B=jnp.zeros(batch, jnp.int32),
-    active_B=jnp.full(batch, active),
-    count_B=jnp.zeros(batch, jnp.int32),
-    limit_B=jnp.asarray(limits, jnp.int32),
-    seed_B=jnp.asarray(seeds, jnp.uint32),
-    settings=generation.Settings(
-      temperature_B=array('temperature', jnp.float32),
-      top_k_B=array('top_k', jnp.int32),
-      top_p_B=array('top_p', jnp.float32),
-      min_p_B=array('min_p', jnp.float32),
-    ),
+    token_B=np.zeros(batch, np.int32),
+    active_B=np.full(batch, active),
+    count_B=np.zeros(batch, np.int32),
+    limit_B=np.full(batch, limit, np.int32),
+    seed_B=np.full(batch, seed, np.uint32),
+    settings=generation.Settings.of(batch, *settings),
   )
 
 
