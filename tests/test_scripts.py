@@ -96,6 +96,11 @@ class TestTrain:
     assert re.match(r'1e\+38( +diverged){3}$', table[2])
     assert len(json.loads((tmp_path / 'sweep.json').read_text())['points']) == 2
 
+  @pytest.mark.parametrize('flag', ['flops', 'profile=2:3'])
+  def test_what_a_sweep_does_not_support(self, flag):
+    ended = run('train.py', CONFIG, '--sweep=seed=0,1', f'--{flag}')
+    assert_refused(ended, f'--{flag[:5]}.* and --sweep')
+
   @pytest.mark.parametrize(
     ('arg', 'pattern'),
     # What a config, a mesh, a model or data refuse for themselves is in the
@@ -147,6 +152,7 @@ class TestEval:
         ['--sample=0123456789', '--max_new_tokens=5', '--max_length=14'],
         'prompt=10, max_new_tokens=5, max_length=14',
       ),
+      (['--predictions=out.csv'], 'out.csv is written by --predict'),
       (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
       (
         ['--study=importance'],

@@ -31,6 +31,11 @@ from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import profile as profile_lib
 
+# Flags that a sweep does not support.
+_OF_SINGLE_RUNS = (
+  *('describe', 'flops', 'compile_for', 'profile', 'allow_changed_config'),
+)
+
 
 def define_flags() -> None:
   """Defines the flags of `main`."""
@@ -85,6 +90,12 @@ def define_flags() -> None:
 def main(_) -> None:
   """Trains, or prints a description of the run, as the flags say."""
   args = flags.FLAGS
+  for name in _OF_SINGLE_RUNS:
+    if args.sweep and args[name].value:
+      raise UserError(
+        f'--{name} and --sweep: the first is for a single run, so leave one'
+        ' out.'
+      )
   config = cli.load_config(
     args.config, ExperimentConfig, complete=not args.describe
   )
@@ -101,16 +112,9 @@ def main(_) -> None:
   if not args.workdir:
     raise UserError('--workdir is missing: give the directory of the run.')
   axes = grid.parse(config, args.sweep)
-  single_run_kwargs = {}  # Settings that a sweep does not support.
+  profile = None
   if args.profile is not None:
-    single_run_kwargs['profile'] = profile_lib.parse(args.profile)
-  if args.allow_changed_config:
-    single_run_kwargs['allow_changed_config'] = True
-  if axes and single_run_kwargs:
-    raise UserError(
-      f'--{next(iter(single_run_kwargs))} and --sweep: the first is for a'
-      ' single run, so leave one out.'
-    )
+    profile = profile_lib.parse(args.profile)
   cli.start_backend()
   kwargs = {'allow_changed_data': args.allow_changed_data}
   with stop.listening():
@@ -119,7 +123,8 @@ def main(_) -> None:
       if jax.process_index() == 0:
         print(grid.table(points))
     else:
-      phases.train(config, args.workdir, **single_run_kwargs, **kwargs)
+      kwargs['allow_changed_config'] = args.allow_changed_config
+      phases.train(config, args.workdir, profile=profile, **kwargs)
 
 
 def run() -> None:
