@@ -1,18 +1,21 @@
 """Tables as CSV and as aligned text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import csv
 import io
 import itertools
 
 
-def csv_text(rows: Sequence[Mapping]) -> str:
-  """Returns rows with the same keys as a file of comma-separated values."""
+def csv_text(rows: Iterable[Iterable]) -> str:
+  """Returns rows as a file of comma-separated values."""
   file = io.StringIO()
-  writer = csv.DictWriter(file, list(rows[0]), lineterminator='\n')
-  writer.writeheader()
-  writer.writerows(rows)
+  csv.writer(file, lineterminator='\n').writerows(rows)
   return file.getvalue()
+
+
+def csv_of(records: Sequence[Mapping]) -> str:
+  """Returns records with the same keys as such a file, the keys on top."""
+  return csv_text([records[0], *(record.values() for record in records)])
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

@@ -240,7 +240,7 @@ def run(
     if len(rows) == 1:
       print(_line(cells))
     print(_line(cells.values()), flush=True)
-    paths.write_bytes(workdir / 'prove.csv', tables.csv_text(rows).encode())
+    paths.write_bytes(workdir / 'prove.csv', tables.csv_of(rows).encode())
   large = [row for row in rows if not row['fits']]
   if large:
     worst = max(large, key=lambda row: row['memory'] / row['available'])

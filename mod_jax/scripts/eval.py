@@ -21,8 +21,6 @@ Where the package is installed, `mod-jax-eval` is the same command.
 The config is the one that the run was trained with.
 """
 
-import csv
-import io
 import itertools
 import json
 import os
@@ -32,7 +30,7 @@ from absl import flags
 import jax
 import numpy as np
 
-from mod_jax import cli, paths, tasks
+from mod_jax import cli, paths, tables, tasks
 from mod_jax.data import image_folder
 from mod_jax.errors import UserError
 from mod_jax.models.detr import DETRConfig
@@ -219,19 +217,17 @@ def _write_predictions(path, rows):
   if path.endswith('.json'):
     text = json.dumps(rows, indent=1, ensure_ascii=False) + '\n'
   else:
-    table = io.StringIO()
-    writer = csv.writer(table)
     num_ranks = max(len(row.get('probabilities', ())) for row in rows)
     ranks = [
       (f'class_{i}', f'probability_{i}') for i in range(1, num_ranks + 1)
     ]
-    writer.writerow(['file', 'error', *itertools.chain(*ranks)])
+    table = [['file', 'error', *itertools.chain(*ranks)]]
     for row in rows:
       pairs = row.get('probabilities', {}).items()
       pairs = [*pairs, *[('', '')] * (num_ranks - len(pairs))]
       error = row.get('error', '')
-      writer.writerow([row['file'], error, *itertools.chain(*pairs)])
-    text = table.getvalue()
+      table.append([row['file'], error, *itertools.chain(*pairs)])
+    text = tables.csv_text(table)
   paths.write_bytes(path, text.encode('utf-8', 'backslashreplace'))
 
 
@@ -251,6 +247,11 @@ def main(_) -> None:
     _list_studies(args.workdir)
     return
   cli.start_backend()
+  if args.predictions and not args.predict:
+    raise UserError(
+      f'--predictions={args.predictions} is written by --predict: say what to'
+      ' predict, too.'
+    )
   unreadable, step = [], best.parse(args.step)
   if args.predict or args.export:
     run = load_lib.load(args.workdir, step=step)

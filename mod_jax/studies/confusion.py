@@ -1,15 +1,13 @@
 """What a classifier confuses: precision and recall by class, worst pictures."""
 
-from collections.abc import Iterable, Sequence
-import csv
-import io
+from collections.abc import Sequence
 import os
 from typing import Any
 
 import jax
 import numpy as np
 
-from mod_jax import viz
+from mod_jax import tables, viz
 from mod_jax.data import images as images_lib
 from mod_jax.losses import classification
 from mod_jax.train.task import Study
@@ -68,8 +66,8 @@ def confusion(task, params, model_state) -> Study:
       ' loss, the largest first.',
     )
   files |= {
-    'classes.csv': _csv(rows[0], map(dict.values, rows)),
-    'worst.csv': _csv(('file', 'said', 'loss'), listed),
+    'classes.csv': tables.csv_of(rows),
+    'worst.csv': tables.csv_text([('file', 'said', 'loss'), *listed]),
   }
   metrics['classes'] = {row['class']: row for row in rows}
   return Study(
@@ -108,9 +106,11 @@ def _one_true(classes, label_N, logits_NV):
     f' mean recall {metrics["mean_recall"]:.4f}',
     *_table(rows, 'recall'),
   ]
-  matrix = _csv(
-    ('true', *classes),
-    ((c, *row) for c, row in zip(classes, matrix_VV.tolist(), strict=True)),
+  matrix = tables.csv_text(
+    [
+      ('true', *classes),
+      *((c, *row) for c, row in zip(classes, matrix_VV.tolist(), strict=True)),
+    ]
   )
   figures = {'matrix': viz.confusion_matrix(matrix_VV, classes)}
   return text, metrics, rows, {'matrix.csv': matrix}, figures
@@ -179,11 +179,3 @@ def _table(rows: Sequence[dict[str, Any]], worst_by: str) -> list[str]:
     cells = ''.join(cell(title, row[title]) for title in titles)
     lines.append(row['class'].ljust(max(wide, 5)) + cells)
   return lines + note
-
-
-def _csv(header: Iterable[str], rows: Iterable[Iterable]) -> str:
-  table = io.StringIO()
-  writer = csv.writer(table, lineterminator='\n')
-  writer.writerow(header)
-  writer.writerows(rows)
-  return table.getvalue()

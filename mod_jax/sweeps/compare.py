@@ -201,7 +201,7 @@ def main(argv: list[str]) -> None:
   """`python -m mod_jax.sweeps compare RUN…`."""
   comparison = compare(argv[1:])
   out = workdir_lib.expand(flags.FLAGS.out)
-  workdir_lib.write_text(out / 'compare.csv', tables.csv_text(comparison.rows))
+  workdir_lib.write_text(out / 'compare.csv', tables.csv_of(comparison.rows))
   viz.save(comparison.figure(), out / 'compare.png')
   print(comparison)
   print(f'written: compare.csv and compare.png in {out}')

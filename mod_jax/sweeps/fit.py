@@ -507,7 +507,7 @@ def write(workdir) -> str:
   metrics_lib.write_json(workdir / 'fit.json', fit_record)
   dense_flops = best_dense(fitted, reference)
   lines = rows(results, dense_flops)
-  workdir_lib.write_text(workdir / 'isoflop.csv', tables.csv_text(lines))
+  workdir_lib.write_text(workdir / 'isoflop.csv', tables.csv_of(lines))
   for name, chosen in _pictures(fitted).items():
     figure = viz.isoflop([_drawn(f, dense_flops) for f in chosen])
     viz.save(figure, workdir / f'{name}.png')
