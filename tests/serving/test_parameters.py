@@ -1,6 +1,5 @@
 """Every parameter of the server, by the client that everybody has."""
 
-import dataclasses
 import json
 import os
 import re
@@ -14,14 +13,10 @@ import numpy as np
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 import pytest
-import tiny
-from tiny_server import client_of, serving
-import tokenizers
+from tiny_server import END, client_of, export, serving
 
 import mod_jax
-from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.pretrained.load import Run
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving import grammar
@@ -29,7 +24,6 @@ from mod_jax.serving.engine import Engine
 
 pytestmark = pytest.mark.slow
 
-END = 256  # After the bytes; ids from 257 on are padding of the model.
 LENGTH = 400
 TEMPLATE = '{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}'
 CHAT = {'model': 'tiny', 'messages': [{'role': 'user', 'content': 'how'}]}
@@ -71,28 +65,7 @@ SCHEMAS = {
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-  """A model, exported with a byte-level tokenizer and a chat template."""
-  folder = tmp_path_factory.mktemp('model')
-  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-  tokenizer = tokenizers.Tokenizer(
-    tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, [])
-  )
-  tokenizer.add_special_tokens(['<eos>'])
-  assert tokenizer.token_to_id('<eos>') == END
-  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-    add_prefix_space=False
-  )
-  tokenizer.decoder = tokenizers.decoders.ByteLevel()
-  tokenizer.save(str(folder / 'tokenizer.json'))
-  (folder / 'chat_template.jinja').write_text(TEMPLATE)
-  model = dataclasses.replace(
-    tiny.LM, vocab_size=270, routing=MoDConfig(capacity=0.5)
-  )
-  data = TextDataConfig(
-    length=LENGTH, tokenizer='huggingface', tokenizer_path=str(folder)
-  )
-  mod_jax.export(tiny.run(tiny.experiment(model, data)), folder)
-  return folder
+  return export(tmp_path_factory.mktemp('model'), LENGTH, TEMPLATE)
 
 
 @pytest.fixture(scope='module')

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import socket
 import sys
@@ -11,13 +10,10 @@ import time
 import jinja2
 import openai
 import pytest
-import tiny
-from tiny_server import serving
+from tiny_server import export, serving
 
-from mod_jax.data import text
-from mod_jax.data.text import TextDataConfig
+import mod_jax
 from mod_jax.errors import UserError
-from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.serving import chat, text_process
 from mod_jax.serving import server as server_lib
 from mod_jax.serving.engine import Engine
@@ -38,37 +34,9 @@ TEMPLATE = (
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-  texts = tmp_path_factory.mktemp('texts')
-  for i in range(4):
-    (texts / f'{i}.txt').write_text(f'{i} user assistant how are you ' * 50)
-  data = TextDataConfig(
-    source='files',
-    files=f'{texts}/*.txt',
-    length=LENGTH,
-    tokenizer='bpe',
-    tokenizer_vocab_size=270,
-    cache_dir=str(texts / 'cache'),
-  )
-  learned = text.learn_tokenizer(data)
-  folder = tmp_path_factory.mktemp('tokenizer')
-  (folder / 'chat_template.jinja').write_text(TEMPLATE)
-  tokenizer = json.loads(learned.read_text())
+  folder = tmp_path_factory.mktemp('model')
   # A pattern that backtracks on many `a` before another letter.
-  bad = {'type': 'Split', 'pattern': {'Regex': '(a+)+$'}}
-  bad |= {'behavior': 'Isolated', 'invert': False}
-  tokenizer['pre_tokenizer'] = {
-    'type': 'Sequence',
-    'pretokenizers': [bad, tokenizer['pre_tokenizer']],
-  }
-  learned = folder / 'tokenizer.json'
-  learned.write_text(json.dumps(tokenizer))
-  model = dataclasses.replace(
-    tiny.LM, vocab_size=272, routing=MoDConfig(capacity=0.5)
-  )
-  data = dataclasses.replace(
-    data, tokenizer='huggingface', tokenizer_path=str(learned)
-  )
-  return tiny.run(tiny.experiment(model, data))
+  return mod_jax.load(export(folder, LENGTH, TEMPLATE, split='(a+)+$'))
 
 
 @pytest.fixture(scope='module')
@@ -133,7 +101,7 @@ def test_a_chat_follows_the_template(client, alone):
   [
     # Refused before it is tokenised, by its tokens, and with what it asks for.
     ({'prompt': 'how ' * 9999}, '39996 bytes does not fit max_length=48'),
-    ({'prompt': 'o ' * 60}, '120 tokens does not fit max_length=48'),
+    ({'prompt': 'o ' * 30}, '60 tokens does not fit max_length=48'),
     ({'prompt': ['o'] * 7}, '7 prompts in one request, .*: expected 1 to 6'),
     ({'prompt': ['o'] * 10**5}, 'prompt=.*: expected .* a list of 128 of'),
     ({'prompt': [1.7, 2]}, r'prompt=\[1.7, 2\]: expected a text, tokens'),
