@@ -140,7 +140,8 @@ def accuracy_flops(
       gid='pareto',
     )
   if len(groups) > 1 or any(groups) or pareto:
-    handles, _ = axes.get_legend_handles_labels()
+    # Not as matplotlib finds them, which leaves out names such as `_x`.
+    handles = [line for line in axes.lines if line.get_gid()]
     style.key(body, handles, 'outside right upper')
   style.ticks(axes.xaxis, 7)
   style.ticks(axes.yaxis, 7, style.percent)

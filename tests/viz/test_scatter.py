@@ -46,8 +46,11 @@ def models():
 
 
 class TestAccuracyFlops:
-  def test_a_sorted_line_per_group(self):
-    (axes,) = viz.accuracy_flops(models()).axes
+  def test_a_sorted_line_per_group(self, seen):
+    points = [*models(), {'flops': 5, 'accuracy': 0.5, 'group': '_x'}]
+    figure = viz.accuracy_flops(points)
+    assert '_x' in seen.words(figure)
+    (axes,) = figure.axes
     lines = {line.get_gid(): line for line in axes.lines}
     np.testing.assert_array_equal(
       lines['group MoD'].get_xydata(), [(2.6, 0.60), (3.4, 0.70), (4.0, 0.74)]
@@ -56,7 +59,7 @@ class TestAccuracyFlops:
       lines['group A-MoD'].get_xydata(), [(2.6, 0.72), (3.4, 0.78)]
     )
     groups = [line for gid, line in lines.items() if gid and 'group' in gid]
-    assert len({line.get_color() for line in groups}) == 3
+    assert len({line.get_color() for line in groups}) == 4
 
   def test_bars_are_as_long_as_the_spread(self):
     points = models()[:2]
