@@ -95,7 +95,7 @@ def render(kind: str, path: str, messages: Sequence[Mapping]) -> str:
       tools=None,
       documents=None,
     )
-  except MemoryError:  # Whoever set the limit tells it.
+  except MemoryError:  # `text_process`, which limits it, words the refusal.
     raise
   except Exception as error:  # A template is a program that may raise any.
     raise UserError(f'messages do not fit the template: {error}') from error

@@ -570,7 +570,7 @@ def _drawn(own: Fitted, dense_flops) -> dict[str, Any]:
     fields['flops'] = curve.forward_I / best
   if isinstance(minimum, str):
     return fields
-  line = optimum.parabola(curve.params_I, curve.loss_I)
+  line = np.polyfit(np.log(curve.params_I), curve.loss_I, 2)
   grid_G = np.geomspace(curve.params_I.min(), curve.params_I.max(), 100)
   at, interval = minimum.log_params.value, minimum.log_params.interval
   fields |= {

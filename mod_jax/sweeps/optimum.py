@@ -112,11 +112,6 @@ def _least_squares(basis_I3, loss_I) -> tuple[np.ndarray, float]:
   return best_3, float(rest_I @ rest_I)
 
 
-def parabola(params_I, loss_I) -> np.ndarray:
-  """Fits a parabola in log N; returns coefficients, the highest power first."""
-  return np.polyfit(np.log(params_I), loss_I, 2)
-
-
 def of_curve(params_I, loss_I, noise: Noise | None, seed: int = 0) -> Minimum:
   """Returns the minimum of the parabola through the losses of one budget.
 
