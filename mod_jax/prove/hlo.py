@@ -267,11 +267,9 @@ class _Program:
     self._devices = int(match[1]) if match else 1
 
   def parts(self, name: str | None = None, count: int = 1) -> Iterator[_Part]:
-    """Yields the parts of a computation, by default of the whole program.
+    """Yields the parts of a computation that is executed `count` times.
 
-    Args:
-      name: of the computation.
-      count: number of its executions.
+    By default it is the whole program.
     """
     computation = self._computations[name or self._entry]
     for instruction in computation.values():

@@ -32,14 +32,11 @@ class _Generation(jinja2.ext.Extension):
 
 
 def read_template(path: str | os.PathLike) -> jinja2.Template | None:
-  """Returns the template that lies beside a tokenizer, if there is one.
+  """Returns the template beside a tokenizer, a file or directory, or None.
 
   A template that cannot be parsed is logged and counts as none. Templates are
   untrusted: both parsing (Jinja folds constants) and rendering one may take any
   time and memory, which `text_process` limits.
-
-  Args:
-    path: the tokenizer's file or directory.
   """
   folder = pathlib.Path(path).expanduser()
   folder = folder if folder.is_dir() else folder.parent

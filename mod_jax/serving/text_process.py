@@ -174,9 +174,8 @@ class _Texts:
   def fit_picture(self, encoded: str, fit: dict) -> str:
     """Returns the pixels of a picture as a model's input has them.
 
-    Args:
-      encoded: bytes of a file, in base64, as is the result.
-      fit: further arguments of `augment.center_crop`.
+    The file and the result are in base64; `fit` are further arguments of
+    `augment.center_crop`.
     """
     try:
       file = base64.b64decode(encoded, validate=True)
