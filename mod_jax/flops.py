@@ -179,9 +179,9 @@ def report(
   """
   args = _arguments(config, length)
   table = config.flops_table(*args)
-  dense = dict(config.dense_twin().flops_table(*args))
-  total = forward(config, length)
-  dense_total = forward(config.dense_twin(), length)
+  twin, twin_length = _dense_twin(config, length)
+  dense = dict(_table(twin, twin_length))
+  total, dense_total = forward(config, length), forward(twin, twin_length)
   params = num_params(config)
   names = dict.fromkeys(name for _, parts in table for name in parts)
   sums = {n: sum(parts.get(n, 0) for _, parts in table) for n in names}
@@ -195,15 +195,15 @@ def report(
   num_tokens = args[0] if args else config.num_tokens
   rows = [['layer', *names, 'total', 'dense']]
   for layer, parts in table:
-    twin = products(dense.get(layer.split()[0], {}))
-    rows.append(cells(layer, parts, twin))
+    of_twin = products(dense.get(layer.split()[0], {}))
+    rows.append(cells(layer, parts, of_twin))
   rows.append(cells('total', sums, dense_total))
   # By how many the dense twin's block processes: in a decoder, queries.
   fewer = {}
   for i, (count, whole) in enumerate(
     zip(
       config.tokens_per_block(*args),
-      config.dense_twin().tokens_per_block(*args),
+      twin.tokens_per_block(*_arguments(twin, twin_length)),
       strict=True,
     )
   ):
@@ -227,7 +227,7 @@ def report(
     f'ratio to dense      {total / dense_total:.4f}',
     f'training step       {train(config, length, frozen):.4e} FLOPs per'
     f' {row_name}'
-    f' (dense twin {train(config.dense_twin(), length):.4e})',
+    f' (dense twin {train(twin, twin_length):.4e})',
   ]
   if length is None:
     lines.append(
@@ -240,6 +240,16 @@ def report(
       ' (all parameters; knows neither attention pairs nor routing)'
     )
   return '\n'.join(lines)
+
+
+def _dense_twin(config, length: Length):
+  """Returns the dense twin, and its length: pictures may have more tokens."""
+  twin = config.dense_twin()
+  if isinstance(config, VLMConfig):
+    tokens, images = length if isinstance(length, tuple) else (length, 1)
+    dropped = twin.num_patches - config.num_patches
+    length = (tokens + images * dropped, images)
+  return twin, length
 
 
 def _expert_lines(config, tokens: int) -> list[str]:

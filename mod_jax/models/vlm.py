@@ -55,6 +55,8 @@ GAMMA_MOD = MoDConfig(
   # sum.
   router_loss=0.01,
 )
+# Parts that only the language model may have.
+_OF_LANGUAGE = ('experts', 'adaptive', 'lora')
 # Kinds of the tokens for which none is given: of a prompt, and after it.
 _DEFAULT, _ADDED = KINDS.index('question'), KINDS.index('answer')
 
@@ -101,6 +103,17 @@ class VLMConfig(StackedConfig):
       '0, since no early exit is trained with pictures',
       **{'language.early_exit': self.language.early_exit},
     )
+    routing = self.tower.routing
+    for name, value, neutral in (
+      *((name, getattr(self.tower, name), None) for name in _OF_LANGUAGE),
+      ('routing.balance_loss', routing and routing.balance_loss, 0),
+    ):
+      require(
+        not value,
+        f'{neutral}, since losses and adapters are those of the language model'
+        ' alone',
+        **{f'tower.{name}': value},
+      )
     depth = self.vit.num_layers
     check(
       -depth <= self.feature_layer <= depth and self.feature_layer != 0,
@@ -175,6 +188,11 @@ class VLMConfig(StackedConfig):
   def with_parts(self, **parts) -> 'VLMConfig':
     """Returns the model with parts of its language model replaced, or None."""
     return dataclasses.replace(self, language=self.language.with_parts(**parts))
+
+  def dense_twin(self) -> 'VLMConfig':
+    """Returns the same model without any parts, its tower's among them."""
+    tower = self.tower.dense_twin()
+    return dataclasses.replace(super().dense_twin(), tower=tower)
 
   def unrolled(self, variables) -> tuple['VLMConfig', dict[str, Any]]:
     """Converts config and all collections, by name, to unrolled layers."""

@@ -170,8 +170,15 @@ def _check_dense(run, format, dense):
       f" 'safetensors' for {NAMES[type(config)]}."
     )
 
-  parts = [text for name, text in _OURS.items() if getattr(config, name, None)]
-  if isinstance(config, DynamicViTConfig):
+  models = [config]
+  for name in ('language', 'tower', 'backbone'):
+    models += [getattr(x, name) for x in models if hasattr(x, name)]
+  parts = [
+    text
+    for name, text in _OURS.items()
+    if any(getattr(x, name, None) for x in models)
+  ]
+  if any(isinstance(x, DynamicViTConfig) for x in models):
     parts.append('the dropping of patches')
   has_dense = config.adaptive is None and config.experts is None
   if parts and not (dense and has_dense):

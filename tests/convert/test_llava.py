@@ -19,7 +19,10 @@ import mod_jax
 from mod_jax.convert import files, llava
 from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.errors import UserError
+from mod_jax.layers.reduction import EViT
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models import vlm
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.serving.engine import Engine
 from mod_jax.tasks.experiment import ExperimentConfig
 
@@ -100,6 +103,29 @@ def test_back_again_every_byte_is_the_same(tmp_path, monkeypatch):
   assert 'vision_tower.vision_model.pre_layrnorm.bias' in tiny.stored(
     tmp_path / 'b'
   )
+
+
+@pytest.mark.parametrize(
+  ('tower', 'words'),
+  [
+    ({'routing': VisionRoutingConfig()}, 'routed blocks'),
+    ({'reduction': EViT(stages=(1,))}, 'blocks that leave fewer tokens'),
+    (None, 'the dropping of patches'),
+  ],
+)
+def test_of_a_tower_with_parts_only_the_dense_one_goes_out(
+  tmp_path, tower, words
+):
+  run = mod_jax.load(FOLDER)
+  changed = DynamicViTConfig(backbone=run.config.tower, stages=(1,))
+  if tower is not None:
+    changed = dataclasses.replace(run.config.tower, **tower)
+  config = dataclasses.replace(run.config, tower=changed)
+  routed = dataclasses.replace(run, config=config)
+  with pytest.raises(UserError, match=f'cannot run {words}'):
+    mod_jax.export(routed, tmp_path, 'huggingface')
+  mod_jax.export(routed, tmp_path, 'huggingface', dense=True)
+  assert mod_jax.load(tmp_path).config == run.config
 
 
 def test_names_in_memory_are_read_too(tmp_path):

@@ -14,10 +14,11 @@ import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import flops, trees
 from mod_jax.errors import UserError
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.reduction import EViT
-from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.layers.token_info import KINDS
 from mod_jax.models import lm, lora, vlm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
@@ -421,6 +422,25 @@ def test_a_tower_that_only_masks_costs_more_in_training():
   assert flops.train(PRUNED, 12) == 3 * (others + tower)
 
 
+def test_the_dense_twin_reads_all_patches():
+  routed = dataclasses.replace(
+    PRUNED.vit, routing=VisionRoutingConfig(layers=(1,))
+  )
+  reduced = dataclasses.replace(
+    PRUNED.vit, reduction=EViT(stages=(0,), keep=0.5)
+  )
+  dense = dataclasses.replace(DENSE, tower=PRUNED.vit)
+  for tower in (routed, reduced, PRUNED.tower):
+    config = dataclasses.replace(DENSE, tower=tower)
+    assert config.dense_twin() == dense
+  # Two pictures of 8 patches each, which the twin reads as 16, and 4 of text.
+  report = flops.report(PRUNED, (20, 2))
+  of_dense = flops.forward(dense, (36, 2))
+  assert f'dense twin forward  {of_dense:.4e}' in report
+  assert f'(dense twin {3 * of_dense:.4e})' in report
+  assert 'block 0: 20, block 1: 20, block 2: 20 of 36' in report
+
+
 def test_flops_are_those_of_the_tokens_that_enter():
   config = routed(PMOD)
   assert config.tokens_per_block(14, 2) == (14, 10, 7)
@@ -489,6 +509,21 @@ def test_only_a_learned_router_has_a_loss_of_its_choice(score):
       'feature_layer=-2: expected a block after the stage before block 1',
     ),
     (lambda: dataclasses.replace(PRUNED, pooling=2), 'pooling=2: expected 1'),
+    *(
+      (
+        lambda changes=changes: config_lib.replace(DENSE, changes),
+        f'{name}=.*the language model alone',
+      )
+      for name, changes in {
+        'tower.lora': {'tower.lora': LoRAConfig()},
+        'tower.experts': {'tower.experts': ExpertsConfig()},
+        'tower.routing.balance_loss': {
+          'tower.routing': VisionRoutingConfig(
+            score='learned', per_sequence=True, balance_loss=0.01
+          )
+        },
+      }.items()
+    ),
     (lambda: routed(PMOD, threshold_decay=0.9), 'threshold_decay=0'),
     (lambda: routed(FASTV, kinds=None), "kinds=.'image',."),
     (lambda: routed(FASTV, first=0), 'a block before the first routed one'),
