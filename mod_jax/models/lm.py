@@ -545,12 +545,13 @@ def _check_mode(config, mode, tokens_BL, segment_BL, cache):
       per_sequence=True,
     )
   if config.rules and isinstance(mode.rule, str):
-    single = cache is not None and tokens_BL.shape[1] == 1
-    rules = (*config.rules[1:], 'never')
+    rules = (*config.rules, 'never')
+    if cache is not None and tokens_BL.shape[1] == 1:
+      rules = rules[1:]
     require(
-      mode.rule in (rules if single else (*rules, 'top_k')),
-      f'one of {rules[:-1]}, the causal rules that this model was trained for;'
-      ' top_k sees the whole sequence',
+      mode.rule in rules,
+      f'one of {", ".join(rules)}, as this model was trained; top_k sees the'
+      ' whole sequence',
       rule=mode.rule,
     )
 

@@ -185,7 +185,10 @@ IMAGES = tiny.images(B)
 @pytest.mark.parametrize(
   ('run', 'named'),
   [
-    (lambda: call(MOD, mode='threshold'), "rule='threshold'.*trained"),
+    (
+      lambda: call(MOD, mode='threshold'),
+      "rule='threshold': .*one of top_k, never, as this model was trained",
+    ),
     (
       lambda: call(
         *(tiny.LM, TOKENS_BL),
