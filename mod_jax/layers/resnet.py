@@ -41,7 +41,7 @@ class ResNetConfig:
     """Channels of the features."""
     return EXPANSION * self.widths[-1]
 
-  def flops(self, height: int, width: int) -> dict[str, int]:
+  def flops(self, height: int, width: int) -> int:
     """Returns the FLOPs of a picture; norms are folded in, pooling is free."""
     height, width = halved(height), halved(width)
     total = 7**2 * 3 * self.stem * height * width
@@ -60,7 +60,7 @@ class ResNetConfig:
         if i == 0:
           total += inputs * outputs * area
         inputs = outputs
-    return {'backbone': 2 * total}
+    return 2 * total
 
 
 def halved(side: int) -> int:

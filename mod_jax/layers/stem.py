@@ -26,7 +26,12 @@ class ConvStemConfig:
     """Pixels between neighbouring features."""
     return 2**self.halvings
 
-  def features_flops(self, height: int, width: int) -> int:
+  @property
+  def channels(self) -> int:
+    """Channels of the features."""
+    return self.width
+
+  def flops(self, height: int, width: int) -> int:
     """Returns the FLOPs of a picture's features; BatchNorm is folded in."""
     total, inputs = 0, 3
     for i in range(self.depth):
@@ -36,13 +41,6 @@ class ConvStemConfig:
       total += 2 * height * width * side**2 * inputs * self.width
       inputs = self.width
     return total
-
-  def flops(self, image_size: int, features: int) -> dict[str, int]:
-    """Returns FLOPs of stem and patch embedding; BatchNorm is folded in."""
-    # Patches tile the image, so their size does not matter.
-    embed = 2 * (image_size // self.stride) ** 2 * self.width * features
-    stem = self.features_flops(image_size, image_size)
-    return {'stem': stem, 'embed': embed}
 
 
 class ConvStem(nn.Module):

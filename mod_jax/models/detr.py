@@ -218,17 +218,11 @@ class DETRConfig(StackedConfig):
         count = norms * norm_flops(layer.tokens(length), self.width)
         yield f'{prefix}/{name}', dict(Counter(parts) + Counter(norm=count))
 
-    if isinstance(self.backbone, ResNetConfig):
-      backbone = self.backbone.flops(*self.image_size)
-      channels = self.backbone.channels
-    else:
-      stem = self.backbone.features_flops(*self.image_size)
-      backbone = {'backbone': stem}
-      channels = self.backbone.width
+    channels = self.backbone.channels
     project = 2 * tokens * channels * self.patch_size**2 * self.width
     boxes = (_BOX_LAYERS - 1) * self.width + 4
     return [
-      ('backbone', backbone),
+      ('backbone', {'backbone': self.backbone.flops(*self.image_size)}),
       ('embed', {'embed': project}),
       *rows('encoder', self.encoder, tokens, 2),
       *rows('decoder', self.decoder, queries, 3, source_tokens=tokens),

@@ -197,10 +197,12 @@ class ViTConfig(StackedConfig):
 
   def embed_flops(self) -> dict[str, int]:
     """Returns the FLOPs, by part, of embedding an image as tokens."""
+    parts, channels, side = {}, 3, self.patch_size
     if self.stem is not None:
-      return self.stem.flops(self.image_size, self.width)
-    pixels = 3 * self.patch_size**2
-    return {'embed': 2 * self.num_patches * pixels * self.width}
+      parts = {'stem': self.stem.flops(self.image_size, self.image_size)}
+      channels, side = self.stem.channels, side // self.stem.stride
+    products = self.num_patches * channels * side**2 * self.width
+    return parts | {'embed': 2 * products}
 
   def head_flops(self, patches: int) -> dict[str, int]:
     """Returns the FLOPs, by part, of the last norm and the heads."""

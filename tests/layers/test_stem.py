@@ -81,4 +81,4 @@ def test_flops_of_an_oblong_picture():
   twice = dataclasses.replace(CONFIG, halvings=2)
   assert twice.stride == 4
   products = 6 * 10 * 7 * 7 * 3 * 4 + 2 * 3 * 5 * 3 * 3 * 4 * 4
-  assert twice.features_flops(12, 20) == 2 * products
+  assert twice.flops(12, 20) == 2 * products
