@@ -214,7 +214,7 @@ class Images(Pictures):
       for label, logits_V in zip(batch['label'], output.logits_BV, strict=True)
     ]
     shown_BHWC = images_lib.denormalize(self.config.data, batch['image'])
-    return shown_BHWC, labels, output, state['intermediates']
+    return shown_BHWC, labels, output, state.get('intermediates', {})
 
   def pictures(self, task, params, model_state):
     model, figures = self.config.model, {}

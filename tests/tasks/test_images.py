@@ -605,6 +605,17 @@ PICTURES = {
     config_lib.replace(MOD, {'routing.period': 1, 'routing.offset': 0}),
     {'routing'},
   ),
+  # Nor one of the rows that enter, which a loop computes.
+  'sequences': (
+    dataclasses.replace(
+      DENSE,
+      routing=VisionRoutingConfig(
+        **{'period': 1, 'offset': 0, 'score': 'learned'},
+        **{'per_sequence': True, 'balance_loss': 0.1},
+      ),
+    ),
+    {'routing'},
+  ),
   'experts': (
     dataclasses.replace(DENSE, experts=ExpertsConfig(num_experts=2)),
     {'attention', 'expert_map', 'expert_load'},
