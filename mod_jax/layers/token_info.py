@@ -129,7 +129,9 @@ class TokenInfo:
 
   def rows(self, rows_R: jax.Array, valid_RL: jax.Array) -> 'TokenInfo':
     """Returns the facts of some rows; indices past the batch are clipped."""
-    taken = jax.tree.map(lambda x: x.at[rows_R].get(mode='clip'), self)
+    taken = jax.tree.map(
+      lambda x: jnp.asarray(x).at[rows_R].get(mode='clip'), self
+    )
     return taken.replace(valid_BL=valid_RL)
 
 

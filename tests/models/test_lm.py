@@ -449,8 +449,15 @@ def test_sizes_left_open():
   assert block.mlp.hidden == 544
 
 
-def test_padding_may_hold_any_number():
+# The second takes rows out of a batch.
+@pytest.mark.parametrize(
+  'routing',
+  [
+    MOD,
+    MoDConfig(offset=0, per_sequence=True, balance_loss=0.1, router_loss=0.0),
+  ],
+)
+def test_padding_may_hold_any_number_and_arrays_be_numpys(routing):
+  model = LanguageModel(dataclasses.replace(CONFIG, routing=routing))
   tokens_BL = np.where(VALID_BL, TOKENS_BL, -7)
-  jax.eval_shape(
-    lambda: LanguageModel(CONFIG).apply(VARIABLES, tokens_BL, valid_BL=VALID_BL)
-  )
+  jax.eval_shape(lambda: model.apply(VARIABLES, tokens_BL, valid_BL=VALID_BL))
