@@ -423,16 +423,13 @@ class ExpertMLP(nn.Module):
 
   def _all(self, x_BLD, expert_BLJ, weight_BLJ, weights):
     """Returns the update without slot limits; index E stands for no expert."""
-    kernels = {name: kernel for name, (kernel, _) in weights.items()}
-    biases = {name: bias for name, (_, bias) in weights.items()}
-    names = tuple(weights)
 
     def run(x_BLD, expert_BLJ, weight_BLJ, *arrays):
-      kernels = dict(zip(names, arrays[: len(names)], strict=True))
-      biases = dict(zip(names, arrays[len(names) :], strict=True))
+      of_maps = zip(arrays[::2], arrays[1::2], strict=True)
+      local = dict(zip(weights, of_maps, strict=True))
       # Each device holds some experts, and the tokens of all devices among
       # which the experts are split.
-      num_local = kernels['down'].shape[0]
+      num_local = local['down'][0].shape[0]
       local_BLJ = expert_BLJ - num_local * parallel.index_of('experts')
       is_local_BLJ = (local_BLJ >= 0) & (local_BLJ < num_local)
       group_A = jnp.where(is_local_BLJ, local_BLJ, num_local).reshape(-1)
@@ -448,8 +445,9 @@ class ExpertMLP(nn.Module):
       )[0]
 
       def product(name, x_AD):
-        y_AF = mod_jax_kernels.grouped_dot(x_AD, kernels[name], size_E)
-        if (bias_EF := biases[name]) is None:
+        kernel_EDF, bias_EF = local[name]
+        y_AF = mod_jax_kernels.grouped_dot(x_AD, kernel_EDF, size_E)
+        if bias_EF is None:
           return y_AF
         if name == 'down':  # Add it once: `sum_over` below adds the shards.
           bias_EF = jnp.where(parallel.index_of('mlp') == 0, bias_EF, 0)
@@ -465,19 +463,14 @@ class ExpertMLP(nn.Module):
       return (y_TD.reshape(x_BLD.shape).astype(x_BLD.dtype),)
 
     token_axes = ('expert_batch', 'length', None)
-    axes = {
-      name: tuple(axis if axis == 'mlp' else None for axis in self._axes(name))
-      for name in names
-    }
-    (y_BLD,) = parallel.per_device(
-      run,
-      (
-        *(token_axes, token_axes, token_axes),
-        *(('experts', *axes[name]) for name in names),
-        *(('experts', axes[name][-1]) for name in names),
-      ),
-      (token_axes,),
-    )(x_BLD, expert_BLJ, weight_BLJ, *kernels.values(), *biases.values())
+    inputs, arrays = [token_axes] * 3, []
+    for name, kernel_and_bias in weights.items():
+      axes = [axis if axis == 'mlp' else None for axis in self._axes(name)]
+      inputs += [('experts', *axes), ('experts', axes[-1])]
+      arrays += kernel_and_bias
+    (y_BLD,) = parallel.per_device(run, inputs, (token_axes,))(
+      x_BLD, expert_BLJ, weight_BLJ, *arrays
+    )
     return parallel.constrain(y_BLD, 'batch', 'length', 'act_embed')
 
   def _run(self, product, x):
