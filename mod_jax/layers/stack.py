@@ -81,6 +81,14 @@ class StackConfig:
         return scorer.router()
     return None
 
+  @property
+  def names(self) -> tuple[str, ...]:
+    """Each layer's name in tables; its first word is `block_<i>`."""
+    return tuple(
+      f'block_{i}' if layer.routing is None else f'block_{i} (routed)'
+      for i, layer in enumerate(self.layers)
+    )
+
   def lengths(self, length: int) -> tuple[int, ...]:
     """Returns how many tokens reach each layer, and how many are left."""
     lengths = [length]
@@ -105,12 +113,9 @@ class StackConfig:
     Keywords are those of `LayerConfig.flops`.
     """
     return [
-      (
-        f'block_{i}' if layer.routing is None else f'block_{i} (routed)',
-        layer.flops(left, **kwargs),
-      )
-      for i, (layer, left) in enumerate(
-        zip(self.layers, self.lengths(length), strict=False)
+      (name, layer.flops(left, **kwargs))
+      for name, layer, left in zip(
+        *(self.names, self.layers, self.lengths(length)), strict=False
       )
     ]
 

@@ -191,7 +191,6 @@ class DynamicViTConfig(StackedConfig):
     """
     backbone = self.backbone
     rows = [('embed', backbone.embed_flops())]
-    names = [name for name, _ in self.stack.flops_table(backbone.num_tokens)]
     for i, tokens in enumerate(self._tokens_left()):
       if i in self.stages and self.score == 'predicted':
         patches = self.patches_after(i)
@@ -200,7 +199,7 @@ class DynamicViTConfig(StackedConfig):
           'prediction': self.prediction_flops(patches),
         }
         rows.append((f'prediction_{self.stages.index(i)}', parts))
-      rows.append((names[i], backbone.block_flops(i, tokens)))
+      rows.append((self.stack.names[i], backbone.block_flops(i, tokens)))
     rows.append(('head', backbone.head_flops(self.kept[-1])))
     return rows
 

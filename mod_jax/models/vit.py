@@ -218,16 +218,11 @@ class ViTConfig(StackedConfig):
 
     The parts `norm` count only in published tables: see `flops`.
     """
-    blocks = self.stack.flops_table(self.num_tokens)
     *lengths, left = self.stack.lengths(self.num_tokens)
+    blocks = map(self.block_flops, range(self.num_layers), lengths)
     return [
       ('embed', self.embed_flops()),
-      *(
-        (name, self.block_flops(i, length))
-        for i, ((name, _), length) in enumerate(
-          zip(blocks, lengths, strict=True)
-        )
-      ),
+      *zip(self.stack.names, blocks, strict=True),
       ('head', self.head_flops(left - self.num_prefix)),
     ]
 
