@@ -79,8 +79,8 @@ def _of_language(name: str) -> property:
 class VLMConfig(StackedConfig):
   """A vision tower and a language model; the parts are the latter's."""
 
-  # Looks at a picture. What a DynamicViT drops does not reach the language
-  # model.
+  # Looks at a picture; has no experts, learners or adapters. What a DynamicViT
+  # drops does not reach the language model.
   tower: ViTConfig | DynamicViTConfig = ViTConfig(num_classes=0)
   language: LMConfig = LMConfig()  # Reads pictures and text.
   # Id that stands for a picture, or for each of its patches.
