@@ -281,6 +281,8 @@ def train(
     for directory, run in (*before, last):
       # Checks the traced steps of all phases before any is trained.
       profile_lib.check(directory, kwargs.get('profile'), run.train.num_steps)
+    if (best := last[1].checkpoint.best) is not None:
+      make_task(last[1], last[0]).direction(best)
     for directory, run in (*before, last):
       result = None  # The next phase needs the memory of the last state.
       task = make_task(run, directory)

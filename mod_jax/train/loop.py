@@ -180,7 +180,7 @@ def build(
   modality = task.modality
   modality.check()
   best = config.checkpoint.best
-  direction = 1 if best is None else modality.direction(best)
+  direction = 1 if best is None else task.direction(best)
   for rows, what in (
     (config.train.rows, 'train.batch_size / grad_accum_steps'),
     (config.evaluation.batch_size, 'evaluation.batch_size'),

@@ -50,21 +50,6 @@ class Data(abc.ABC):
   rising: tuple[str, ...] = ('accuracy', 'top1', 'top5')
   falling: tuple[str, ...] = ('loss',)
 
-  def direction(self, metric: str) -> int:
-    """Returns 1 if more of a held-out metric is better, -1 if less is.
-
-    Raises:
-      UserError: it is not known which.
-    """
-    for sign, patterns in ((1, self.rising), (-1, self.falling)):
-      if any(re.fullmatch(f'(.*/)?{x}', metric) for x in patterns):
-        return sign
-    known = (*self.falling, *self.rising)
-    raise UserError(
-      f'checkpoint.best={metric!r}: nothing says whether more of it is better;'
-      f' choose one of {", ".join(known)}.{config_lib.nearest(metric, known)}'
-    )
-
   # Not abstract, because many tasks have nothing to check.
   def check(self) -> None:  # noqa: B027 (Not all data need it.)
     """Checks the data; called before a run is begun or loaded.
@@ -208,6 +193,29 @@ class Method(abc.ABC):
     With `more`, those that only `eval.py` reports instead.
     """
     return {} if more else {'': None}
+
+  def direction(self, metric: str) -> int:
+    """Returns 1 if more of a held-out metric is better, -1 if less is.
+
+    Raises:
+      UserError: it is not known which, or no mode is evaluated under that name.
+    """
+    known = {
+      prefix + name: (f'{re.escape(prefix)}({name})', sign)
+      for prefix in self.eval_modes()
+      for sign, names in (
+        (-1, self.modality.falling),
+        (1, self.modality.rising),
+      )
+      for name in names
+    }
+    for pattern, sign in known.values():
+      if re.fullmatch(pattern, metric):
+        return sign
+    raise UserError(
+      f'checkpoint.best={metric!r}: nothing says whether more of it is better;'
+      f' choose one of {", ".join(known)}.{config_lib.nearest(metric, known)}'
+    )
 
   @abc.abstractmethod
   def eval_step(

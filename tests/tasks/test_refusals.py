@@ -46,6 +46,10 @@ def check(model, data=None):
   make_task(run(model, data)).modality.check()
 
 
+def train(config, workdir):
+  loop.train(make_task(config), config, workdir)
+
+
 def taught(config):
   make_task(config).teacher(None)
 
@@ -130,8 +134,13 @@ REFUSED = {
   'init=/no/run … no such file': (
     lambda path: phases.train(acm(changes={'init': '/no/run'}), path)
   ),
-  "objective.phase='all' … phases.train": (
-    lambda path: loop.train(make_task(acm()), acm(), path)
+  "objective.phase='all' … phases.train": (lambda path: train(acm(), path)),
+  # What judges checkpoints, before anything is trained.
+  "checkpoint.best='loss' … choose one of top_k/loss": (
+    lambda path: train(run(ROUTED_LM, **{'checkpoint.best': 'loss'}), path)
+  ),
+  "checkpoint.best='k3/loss' … loss, accuracy": lambda path: phases.train(
+    acm(changes={'init': '/no/run', 'checkpoint.best': 'k3/loss'}), path
   ),
   # Held-out numbers and samples.
   'evaluation.batch_size=4 … 8': lambda _: evaluation.held_out(
