@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import flops, optimizer, parallel
+from mod_jax import flops, optimizer
 from mod_jax.data import images as images_lib
 from mod_jax.data import prepared
 from mod_jax.data.audio import AudioDataConfig
@@ -441,7 +441,7 @@ class Run:
     task.modality.check()
     if data is not None and self.classes is not None:
       self._check_classes(task.modality.classes)
-    mesh = parallel.make_mesh(parallel.MeshConfig())
+    mesh = evaluation.mesh_of(task.config)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     state = dict(jax.device_put(dict(self.variables), everywhere))
     params = state.pop('params')

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import contextlib
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from absl import logging
@@ -20,6 +21,7 @@ from mod_jax.runs import origin as origin_lib
 from mod_jax.runs import stop as stop_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.checkpoints import restore_subtree
+from mod_jax.runs.run_config import RunConfig
 from mod_jax.train import state as state_lib
 from mod_jax.train.task import Method, Study
 
@@ -40,6 +42,22 @@ class Trained:
   mesh: jax.sharding.Mesh  # Holds the arrays.
 
 
+def mesh_of(config: RunConfig) -> jax.sharding.Mesh:
+  """Returns a run's mesh or, where its devices are others, copies over some.
+
+  These are as many as divide its held-out batches.
+  """
+  rows, devices = config.evaluation.batch_size, jax.devices()
+  try:
+    mesh = parallel.make_mesh(config.mesh)
+    parallel.check_batch(rows, mesh, 'evaluation.batch_size')
+  except UserError:
+    if jax.process_count() == 1:  # Else each host has to have a part.
+      devices = devices[: math.gcd(rows, len(devices))]
+    mesh = parallel.make_mesh(parallel.MeshConfig(), devices)
+  return mesh
+
+
 def load(task: Method, workdir, *, step: best_lib.Step = None) -> Trained:
   """Returns the parameters of a run's checkpoint; changes nothing on disk.
 
@@ -52,10 +70,7 @@ def load(task: Method, workdir, *, step: best_lib.Step = None) -> Trained:
   """
   workdir, config = workdir_lib.expand(workdir), task.config
   task.modality.check()
-  try:
-    mesh = parallel.make_mesh(config.mesh)
-  except UserError:  # It was trained on other devices.
-    mesh = parallel.make_mesh(parallel.MeshConfig())
+  mesh = mesh_of(config)
   with jax.set_mesh(mesh):
     _, abstract = state_lib.of_run(task, mesh)
     name = 'params' if abstract.ema is None else 'ema'

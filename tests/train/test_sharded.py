@@ -8,6 +8,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 import pytest
+import tiny
 import tiny_runs
 
 from mod_jax import config as config_lib
@@ -22,7 +23,7 @@ from mod_jax.runs import metrics as metrics_lib
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import state as state_lib
-from mod_jax.train.evaluation import held_out
+from mod_jax.train.evaluation import held_out, mesh_of
 from mod_jax.train.step import train_step
 
 STEPS = 4
@@ -287,6 +288,22 @@ def make_config(texts, **changes):
   config = tiny_runs.make_config(texts, **{'train.batch_size': 16})
   config = dataclasses.replace(config, model=make_task().config.model)
   return config_lib.replace(config, changes)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'devices'),
+  [
+    ({'mesh.data': 2, 'mesh.fsdp': 4, 'evaluation.batch_size': 16}, (2, 4)),
+    ({'mesh.data': 32, 'evaluation.batch_size': 32}, (8, 1)),
+    ({'evaluation.batch_size': 12}, (4, 1)),
+    ({'evaluation.batch_size': 3}, (1, 1)),
+  ],
+)
+def test_held_out_batches_divide_by_whatever_devices_are_there(
+  changes, devices
+):
+  mesh = mesh_of(tiny.experiment(**changes))
+  assert tuple(mesh.shape.values()) == (*devices, 1, 1)
 
 
 @pytest.mark.slow
