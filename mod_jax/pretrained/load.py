@@ -141,6 +141,13 @@ class Run:
 
     Random routing scores need `rngs={'routing': key}`.
     """
+    for x in jax.tree.leaves(args):
+      if not isinstance(x, int | float) and not hasattr(x, 'dtype'):
+        raise UserError(
+          f'apply: expected arrays, and not a {type(x).__name__}: for pictures'
+          ' take what run.preprocess makes of them, for texts what run.encode'
+          ' and mod_jax.sampling.pad_prompts make, or call run.predict.'
+        )
     return self._jitted(self.variables, *args, **kwargs)
 
   @property

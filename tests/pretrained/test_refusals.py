@@ -89,6 +89,8 @@ REFUSED = {
   'nothing.jpg': lambda _: vit().predict('nothing.jpg'),
   'shape (4, 4)': lambda _: vit().predict(np.zeros((4, 4), np.uint8)),
   'give strings': lambda _: language().predict(np.zeros(3)),
+  'not a str … run.preprocess': lambda _: vit().apply('cat.jpg'),
+  'not a PosixPath … run.encode': lambda path: language().apply([path]),
   'say on which': lambda _: vit().evaluate(),
   'not from a run of ours … TextData': lambda _: language().evaluate(),
   # Formats.
