@@ -49,7 +49,8 @@ class PhaseConfig:
 
   num_steps: config_lib.Count  # 0 skips the phase.
   batch_size: config_lib.Size  # Rows of a step.
-  # Peak learning rate; the other settings are those of the optimiser.
+  # Peak learning rate, which falls to 1e-6 where learners are trained. The other
+  # settings are those of the optimiser.
   learning_rate: config_lib.Positive
   # The rate rises linearly from 0 over this many steps, or a fraction of all.
   warmup_steps: config_lib.Steps = 0
@@ -258,11 +259,6 @@ class ExperimentConfig(RunConfig):
           f'train.num_epochs={self.train.num_epochs} and objective='
           'ACMObjective: each phase has steps of its own, so leave the epochs'
           ' out.'
-        )
-      if objective.phase == 'all' and self.optimizer.rules:
-        yield (
-          "objective.phase='all' and optimizer.rules: each phase says by itself"
-          ' what it trains, so leave the rules out.'
         )
       if objective.static_learners > adaptive.num_learners:
         yield (

@@ -228,13 +228,18 @@ def _phase(
   config: ExperimentConfig, name: str, init: str | None
 ) -> ExperimentConfig:
   """Returns the config of the run of one phase."""
-  phase = getattr(config.objective, name)
+  phase, rules = getattr(config.objective, name), _rules(config, name)
+  if config.optimizer.rules not in ((), rules):  # It may be such a run itself.
+    raise UserError(
+      f'objective.phase={config.objective.phase!r} and optimizer.rules: each'
+      ' phase says by itself what it trains, so leave the rules out.'
+    )
   changes = {
     'init': init,
     'objective.phase': name,
     'objective.teacher': config.objective.teacher or _teacher(config),
     'optimizer.final_fraction': min(1.0, _FINAL_RATE / phase.learning_rate),
-    'optimizer.rules': _rules(config, name),
+    'optimizer.rules': rules,
   }
   return _run_of(config, name, phase, changes)
 

@@ -35,6 +35,7 @@ ROUTED_LM = dataclasses.replace(
 )
 SHORT = PhaseConfig(num_steps=1, batch_size=8, learning_rate=1e-3)
 PHASES = {'learners': SHORT, 'gates': SHORT, 'end_to_end': SHORT}
+RULES = {'init': '/no/run', 'optimizer.rules': (('.', 1.0, 0),)}
 
 
 def acm(phase='all', changes=None, **objective):
@@ -100,9 +101,6 @@ REFUSED = {
   'steps=2 and model=LMConfig without routing': (
     lambda _: run(tiny.LM, **{'train.capacity_warmup_steps': 2})
   ),
-  "objective.phase='all' and optimizer.rules … leave the rules out": (
-    lambda _: acm(changes={'optimizer.rules': (('.', 1.0, 0),)})
-  ),
   'objective.static_learners=3 … model.adaptive.num_learners=2': (
     lambda _: acm('end_to_end', static_learners=3)
   ),
@@ -131,6 +129,12 @@ REFUSED = {
   ),
   # Runs of several phases.
   'init is missing … --config.init': lambda path: phases.train(acm(), path),
+  "objective.phase='all' and optimizer.rules … leave the rules out": (
+    lambda path: phases.expand(acm(changes=RULES), path)
+  ),
+  "objective.phase='learners' and optimizer.rules … leave the rules out": (
+    lambda path: phases.expand(acm('learners', RULES), path)
+  ),
   'init=/no/run … no such file': (
     lambda path: phases.train(acm(changes={'init': '/no/run'}), path)
   ),
