@@ -49,8 +49,8 @@ class PhaseConfig:
 
   num_steps: config_lib.Count  # 0 skips the phase.
   batch_size: config_lib.Size  # Rows of a step.
-  # Peak learning rate, which falls to 1e-6 where learners are trained. The other
-  # settings are those of the optimiser.
+  # Peak learning rate; with learners it falls to 1e-6. The other settings are
+  # those of the optimiser.
   learning_rate: config_lib.Positive
   # The rate rises linearly from 0 over this many steps, or a fraction of all.
   warmup_steps: config_lib.Steps = 0

@@ -97,6 +97,8 @@ class Speech(Modality):
 
   @property
   def tokens_per_step(self):
+    if len(self.config.data.buckets) > 1:
+      return None
     return self.config.train.batch_size * self.length[0]
 
   def inputs(self, batch, *, train):

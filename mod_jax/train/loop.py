@@ -253,6 +253,11 @@ def build(
       records = metrics_lib.read(workdir)
       reached = max((record['step'] for record in records), default=0)
       flops_of = functools.cache(task.flops_per_step)
+      tokens = modality.tokens_per_step
+
+      def flops_of_step(step):
+        return flops_of(task.static_args(step - 1))
+
       with (
         metrics_lib.MetricWriter(
           workdir,
@@ -265,8 +270,9 @@ def build(
         Progress(
           num_steps,
           start,
-          tokens_per_step=modality.tokens_per_step,
-          flops_of_step=lambda step: flops_of(task.static_args(step - 1)),
+          tokens_per_step=tokens,
+          # Where batches differ, it is that of the longest.
+          flops_of_step=None if tokens is None else flops_of_step,
           peak=peaks.total(mesh.devices.flat, task.dtype),
           unit=modality.unit,
           enabled=first,

@@ -113,8 +113,11 @@ class Data(abc.ABC):
 
   @property
   @abc.abstractmethod
-  def tokens_per_step(self) -> int:
-    """Tokens (or images) of a step on all hosts together."""
+  def tokens_per_step(self) -> int | None:
+    """Tokens (or images) of a step on all hosts together.
+
+    None if batches differ: then neither tokens nor FLOPs per second are shown.
+    """
 
 
 class Method(abc.ABC):

@@ -23,11 +23,13 @@ from tiny_task import Tiny, train
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
+from mod_jax.data.audio import AudioDataConfig
 from mod_jax.errors import UserError
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import lock, stop
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.tasks import phases
+from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, hooks, loop
 from mod_jax.train.loop import TrainingDiverged
@@ -94,6 +96,16 @@ def test_what_a_run_leaves_behind(tmp_path, capsys, monkeypatch):
   assert 'starts' in err
   assert 'two series' in err
   assert 'step 8/8' in err
+
+
+def test_batches_of_several_lengths_have_no_rate(tmp_path, capsys, monkeypatch):
+  speech = make_task(tiny.experiment(Wav2Vec2Config(), AudioDataConfig()))
+  assert speech.modality.tokens_per_step is None
+  for tokens, shown in ((8, True), (None, False)):
+    monkeypatch.setattr(Tiny, 'tokens_per_step', tokens)
+    train(tiny_config(), tmp_path / str(tokens))
+    said = capsys.readouterr().err
+    assert (' images/s' in said) == ('FLOP/s' in said) == shown
 
 
 def test_an_evaluation_is_a_few_programs_ahead(monkeypatch):
