@@ -13,7 +13,6 @@ from mod_jax import optimizer as optimizer_lib
 from mod_jax import parallel, trees
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
-from mod_jax.runs.run_config import RunConfig
 
 
 @flax.struct.dataclass
@@ -62,41 +61,28 @@ def with_frozen(params, frozen):
   return params if frozen is None else trees.join(params, frozen)
 
 
-def _create(key, task, optimizer, ema, config=None):
+def _create(key, task, optimizer):
   params_key, rng = jax.random.split(key)
   variables = dict(task.init(params_key))
-  params, frozen = variables.pop('params'), None
-  if config is not None:
-    params, frozen = config.split(params)
+  params, frozen = task.config.split(variables.pop('params'))
   return TrainState(
     step=jnp.zeros((), jnp.int32),
     params=params,
     opt_state=optimizer.init(params),
     rng=rng,
     model_state=variables,
-    ema=params if ema else None,
+    ema=params if task.config.train.ema_decay else None,
     frozen=frozen,
   )
 
 
 def abstract_state(
-  task,
-  optimizer: optax.GradientTransformation,
-  mesh: jax.sharding.Mesh,
-  *,
-  ema: bool = False,
-  config: RunConfig | None = None,
+  task, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
-  """Returns the state's shapes, dtypes and shardings; computes nothing.
-
-  `ema` says whether averages of the parameters are kept. `config` says which
-  parameters are frozen beside the state; None for none.
-  """
+  """Returns the state's shapes, dtypes and shardings; computes nothing."""
   # With the key created inside, nothing is computed, so the mesh may consist of
   # devices that this machine does not have.
-  boxed = jax.eval_shape(
-    lambda: _create(jax.random.key(0), task, optimizer, ema, config)
-  )
+  boxed = jax.eval_shape(lambda: _create(jax.random.key(0), task, optimizer))
   abstract = jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=sharding
@@ -107,7 +93,7 @@ def abstract_state(
   if abstract.frozen is None:
     return abstract
   frozen = {
-    name: x.update(dtype=jnp.dtype(config.frozen_dtype(name)))
+    name: x.update(dtype=jnp.dtype(task.config.frozen_dtype(name)))
     for name, x in trees.flatten(abstract.frozen).items()
   }
   return abstract.replace(frozen=trees.unflatten(frozen))
@@ -119,9 +105,7 @@ def of_run(task, mesh: jax.sharding.Mesh):
   optimizer = optimizer_lib.make_optimizer(
     config.optimizer, config.train.num_steps
   )
-  ema = config.train.ema_decay > 0
-  abstract = abstract_state(task, optimizer, mesh, ema=ema, config=config)
-  return optimizer, abstract
+  return optimizer, abstract_state(task, optimizer, mesh)
 
 
 def create_state(
@@ -131,11 +115,9 @@ def create_state(
 
   Frozen parameters are not created: `with_weights` adds them.
   """
-  ema = abstract.ema is not None
-  config = None if abstract.frozen is None else task.config
   create = jax.jit(
     # The compiler drops the initial values of what is frozen.
-    lambda key: nn.unbox(_create(key, task, optimizer, ema, config)).saved,
+    lambda key: nn.unbox(_create(key, task, optimizer)).saved,
     out_shardings=jax.tree.map(lambda x: x.sharding, abstract.saved),
   )
   return create(jax.random.key(seed))

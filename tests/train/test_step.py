@@ -15,6 +15,7 @@ from mod_jax import parallel, tasks
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs.run_config import TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import state as state_lib
 from mod_jax.train.step import train_step
@@ -31,11 +32,12 @@ SGD = optax.sgd(1.0)
 
 # One block, which is routed, and everything once: compiling takes the time.
 @functools.cache
-def make_task(routing):
+def make_task(routing, **train):
   model = LMConfig(
     num_layers=1, width=16, num_heads=2, mlp_dim=32, routing=routing
   )
-  return tasks.make_task(ExperimentConfig(model=model))
+  config = ExperimentConfig(model=model, train=TrainConfig(**train))
+  return tasks.make_task(config)
 
 
 @functools.cache
@@ -81,6 +83,8 @@ class Average:
   The loss is the weighted mean of `w · x`; the metric `draw` is one uniform
   number; the mutable counts how often the loss was called for.
   """
+
+  config = ExperimentConfig()
 
   def init(self, key):
     return {'params': {'w': jnp.float32(2.0)}, 'count': {'n': jnp.int32(0)}}
@@ -178,10 +182,10 @@ class TestAverages:
     assert float(state.ema['w']) == float(w)
 
   def test_begin_as_the_parameters_and_lie_as_they_do(self):
-    task = make_task(PLAIN)
+    task = make_task(PLAIN, ema_decay=0.9)
     mesh = parallel.make_mesh(parallel.MeshConfig(data=1, fsdp=4, tensor=2))
     with jax.set_mesh(mesh):
-      abstract = state_lib.abstract_state(task, SGD, mesh, ema=True)
+      abstract = state_lib.abstract_state(task, SGD, mesh)
       state = state_lib.create_state(0, task, SGD, abstract)
     chex.assert_trees_all_equal(state.ema, state.params)
     specs = [x.sharding.spec for x in jax.tree.leaves(state.ema)]
