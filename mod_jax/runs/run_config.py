@@ -74,8 +74,10 @@ class EvaluationConfig(config_lib.Validated):
   batches: config_lib.Count = 16
   batch_size: config_lib.Size = 16  # Rows of a batch, on all devices together.
   final_batches: config_lib.Count = 64  # Batches at the run's end; 0 = all.
-  prompt: str = ''  # Start of the final sample; '' = held-out text.
-  # Tokens of that sample, at most the sequence length; 0 draws none.
+  # Start of a language model's final sample; '' = held-out text.
+  prompt: str = ''
+  # Tokens of that sample, at most the sequence length, and of answers about
+  # pictures, at most 16; 0 draws none.
   sample_tokens: config_lib.Count = 256
 
 

@@ -25,7 +25,8 @@ from mod_jax.tasks.modality import Modality, table
 
 _QUESTION, _ANSWER = map(KINDS.index, ('question', 'answer'))
 _PICTURED = 4  # Held-out pictures that are drawn.
-_SHOWN = 6  # Held-out questions that are answered at the end of a run.
+_SHOWN = 6  # Held-out questions that are answered at the end of a run,
+_ADDED = 16  # each in so many tokens.
 # Of the loss by which a DynamicViT keeps as many patches as it should.
 _RATIO = PruningObjective().ratio
 
@@ -470,8 +471,8 @@ class VisionLanguage(Modality):
     )
 
   def texts(self, task, params, model_state):
-    model = self.config.model
-    if len(model.rules) == 1:  # No causal rule was trained.
+    added = min(_ADDED, self.config.evaluation.sample_tokens)
+    if not added or len(self.config.model.rules) == 1:  # None is causal.
       return
     source = self.split('eval')
     asked = [source.load(i) for i in range(min(_SHOWN, len(source)))]
@@ -486,7 +487,7 @@ class VisionLanguage(Modality):
       *(params, model_state),
       [preprocess(shown) if shown else [] for shown in pictures],
       questions,
-      max_new_tokens=16,
+      max_new_tokens=added,
     )
     for conversation, answer in zip(asked, found, strict=True):
       question, true = conversation.turns[0]

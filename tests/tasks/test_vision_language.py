@@ -95,6 +95,8 @@ def test_samples_ask_the_first_question_with_its_own_pictures(monkeypatch):
   assert line.endswith(f'A digit. (it is {one.turns[0][1]})')
   ((pictures, question),) = asked
   assert len(pictures) == question.count(conversations.IMAGE) == 1
+  none = config_lib.replace(TASK.config, {'evaluation.sample_tokens': 0})
+  assert list(make_task(none).modality.texts(None, {}, {})) == []
 
 
 def test_a_digit_may_be_more_than_one_token(monkeypatch):
