@@ -51,16 +51,13 @@ class Detection(Pictures):
         ' num_queries or lower most.'
       )
 
-  def batch_shapes(self):
-    rows, most = self.config.train.batch_size, self.config.data.most
+  def row_shapes(self):
+    most = self.config.data.most
     return {
-      name: jax.ShapeDtypeStruct((rows, *shape), dtype)
-      for name, shape, dtype in (
-        ('image', (*self.config.data.image_size, 3), 'float32'),
-        ('size', (2,), 'int32'),
-        ('label', (most,), 'int32'),
-        ('box', (most, 4), 'float32'),
-      )
+      'image': ((*self.config.data.image_size, 3), 'float32'),
+      'size': ((2,), 'int32'),
+      'label': ((most,), 'int32'),
+      'box': ((most, 4), 'float32'),
     }
 
   def inputs(self, batch, *, train):

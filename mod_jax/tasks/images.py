@@ -79,13 +79,12 @@ class Images(Pictures):
       summary += '; each is drawn equally often'
     return summary
 
-  def batch_shapes(self):
-    rows, size = self.config.train.batch_size, self.config.data.image_size
-    shapes = {
-      'image': (rows, size, size, 3),
-      'target': (rows, self.config.model.num_classes),
+  def row_shapes(self):
+    size = self.config.data.image_size
+    return {
+      'image': ((size, size, 3), 'float32'),
+      'target': ((self.config.model.num_classes,), 'float32'),
     }
-    return {k: jax.ShapeDtypeStruct(v, 'float32') for k, v in shapes.items()}
 
   def inputs(self, batch, *, train):
     return (batch['image'],), {}

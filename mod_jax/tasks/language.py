@@ -100,12 +100,11 @@ class Language(Modality):
   def data_summary(self):
     return ''  # What there is, is counted in tokens.
 
-  def batch_shapes(self):
-    shape = (self.config.train.batch_size, self.config.data.length)
+  def row_shapes(self):
     dtypes = {'tokens': 'int32', 'targets': 'int32', 'weights': 'float32'}
     if self.config.data.segments:
       dtypes['segments'] = 'int32'
-    return {k: jax.ShapeDtypeStruct(shape, v) for k, v in dtypes.items()}
+    return {name: (self.length, dtype) for name, dtype in dtypes.items()}
 
   def eval_batches(self, **kwargs):
     return text.eval_batches(self._data, **kwargs)

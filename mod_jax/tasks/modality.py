@@ -6,6 +6,7 @@ import typing
 from typing import Any
 
 from etils import epath
+import jax
 import numpy as np
 
 from mod_jax import viz
@@ -68,6 +69,17 @@ class Modality(Data):
   @abc.abstractmethod
   def endless(self, **kwargs):
     """Returns an endless iterator; keywords as of `data.batches`."""
+
+  @abc.abstractmethod
+  def row_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns shape and dtype of each array of a training row, by name."""
+
+  def batch_shapes(self):
+    rows = self.config.train.batch_size
+    return {
+      name: jax.ShapeDtypeStruct((rows, *shape), dtype)
+      for name, (shape, dtype) in self.row_shapes().items()
+    }
 
   def split(self, name: str):
     """Returns 'train' or 'eval': its length is in rows; `fingerprint()`."""

@@ -5,7 +5,6 @@ import functools
 import math
 import pathlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -75,21 +74,17 @@ class Speech(Modality):
   def data_summary(self):
     return f'{super().data_summary()}, {len(self.vocabulary)} characters'
 
-  def batch_shapes(self):
+  def row_shapes(self):
     """Of the longest bucket, and of as many characters as it has frames.
 
     Batches may be smaller, but not larger: longer transcripts are infeasible.
     """
-    rows, (length,) = self.config.train.batch_size, self.length
     return {
-      name: jax.ShapeDtypeStruct((rows, *shape), dtype)
-      for name, shape, dtype in (
-        ('wave', (self.config.data.samples[-1],), 'float32'),
-        ('valid', (length,), 'bool'),
-        ('labels', (length,), 'int32'),
-        ('count', (), 'int32'),
-        ('masked', (length,), 'bool'),
-      )
+      'wave': ((self.config.data.samples[-1],), 'float32'),
+      'valid': (self.length, 'bool'),
+      'labels': (self.length, 'int32'),
+      'count': ((), 'int32'),
+      'masked': (self.length, 'bool'),
     }
 
   def eval_batches(self, **kwargs):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 import functools
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -212,20 +211,15 @@ class VisionLanguage(Modality):
     workers = self.config.data.workers
     return batches.held_out(make_row, len(source), workers, **kwargs)
 
-  def batch_shapes(self):
-    rows, data = self.config.train.batch_size, self.config.data
+  def row_shapes(self):
     ((length, pictures),) = self.length
-    size = data.image_size
-    shapes = {
+    size = self.config.data.image_size
+    return {
       **dict.fromkeys(('tokens', 'kind', 'targets'), ((length,), 'int32')),
       'images': ((pictures, size, size, 3), 'float32'),
       'valid': ((length,), 'bool'),
       'weights': ((length,), 'float32'),
       'topic': ((), 'int32'),
-    }
-    return {
-      name: jax.ShapeDtypeStruct((rows, *shape), dtype)
-      for name, (shape, dtype) in shapes.items()
     }
 
   def data_fingerprint(self):
