@@ -265,6 +265,13 @@ class ExperimentConfig(RunConfig):
           f'objective.static_learners={objective.static_learners}: expected at'
           f' most model.adaptive.num_learners={adaptive.num_learners}.'
         )
+    frozen = self.train.frozen
+    # Learners bring rules of their own, some of which freeze nothing.
+    if frozen and adaptive is None and all(r[1] for r in self.optimizer.rules):
+      yield (
+        f'train.frozen={frozen} and optimizer.rules: no rule freezes anything'
+        ' for ever; give one a factor of 0, or set frozen to None.'
+      )
     if isinstance(data, _PICTURES) and model.image_size != data.image_size:
       inner = _within(model)
       yield (

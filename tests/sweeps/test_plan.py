@@ -41,6 +41,8 @@ BASE = ExperimentConfig(
 
 def with_train(name, value):
   changes = {f'train.{name}': value, 'checkpoint.best': 'loss'}
+  if name == 'frozen':
+    changes['optimizer.rules'] = (('norm', 0.0, 0), ('', 1.0, 0))
   return config_lib.replace(BASE, changes)
 
 

@@ -107,6 +107,9 @@ REFUSED = {
   "model.routing.kinds=('question',) and model=LMConfig … leave kinds out": (
     lambda _: run(ROUTED_LM, **{'model.routing.kinds': ('question',)})
   ),
+  'train.frozen=float32 and optimizer.rules … a factor of 0': (
+    lambda _: run(tiny.LM, **{'train.frozen': 'float32'})
+  ),
   'model.image_size=12 and data.image_size=8 … set both': (
     lambda _: run(sized(image_size=12), data=ImageDataConfig(image_size=8))
   ),
