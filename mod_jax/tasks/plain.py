@@ -98,6 +98,8 @@ class Plain(Method):
       self._held_out_loss(model, params, model_state, mesh)
       for model in (routed, _with_all_tokens(config.model))
     )
+    if routed_loss is None:  # No held-out answer fits, or no recording does.
+      return ''
     message = (
       f'begins with a held-out loss of {routed_loss:.4f} (at the capacity of'
       f' the first step); the dense model has {dense_loss:.4f}'
@@ -117,13 +119,13 @@ class Plain(Method):
       )
     return message
 
-  def _held_out_loss(self, model, params, model_state, mesh) -> float:
+  def _held_out_loss(self, model, params, model_state, mesh) -> float | None:
     task = copy.copy(self)
     task.config = dataclasses.replace(self.config, model=model)
     task.eval_modes = lambda more=False: {'': Mode()}
     return evaluation.held_out(
       task, params, model_state, mesh, batches=_COMPARED
-    )['loss']
+    ).get('loss')
 
   def static_args(self, step: int) -> float:
     """Returns the minimum capacity of routed layers, by the warm-up from 1."""

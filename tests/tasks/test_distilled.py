@@ -133,6 +133,12 @@ def test_whether_it_begins_as_the_dense_model(dense, caplog, changes, reason):
   assert reason in caplog.text
 
 
+def test_nothing_is_compared_where_no_loss_is_measured(dense, monkeypatch):
+  task = make_task(build('', dense))
+  monkeypatch.setattr(evaluation, 'held_out', lambda *args, **_: {})
+  assert task.beginning({}, {}, None) == ''
+
+
 def test_epochs_of_a_text(dense, tmp_path):
   epochs = {'train.num_epochs': 1.5, 'data.max_epochs': 1.0}
   config = build('', dense, **epochs)
