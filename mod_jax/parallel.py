@@ -136,13 +136,9 @@ def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:
   """Adapts the mesh of a config to a number of devices.
 
   If `data` is -1, `tensor` is doubled until the other axes divide the rows, and
-  `fsdp` is reduced to a divisor of the remaining devices. The result need not
-  be valid: `make_mesh`, `check_batch` and `shardings` check that.
-
-  Args:
-    config: the mesh of the run.
-    num_devices: number of devices.
-    rows: rows of a batch, or microbatch.
+  `fsdp` is reduced to a divisor of the remaining devices; `rows` are those of a
+  batch, or of a microbatch if there are several. The result need not be valid:
+  `make_mesh`, `check_batch` and `shardings` check that.
   """
   if config.data != -1 or min(config._sizes[1:]) < 1:
     return config
@@ -266,15 +262,11 @@ def _over(reduce, x, name):
 
 
 def shardings(boxed, mesh: jax.sharding.Mesh):
-  """Returns NamedShardings for a tree of logically partitioned parameters.
+  """Returns a tree with a NamedSharding in place of each array.
 
-  Args:
-    boxed: a tree from `jax.eval_shape(model.init, …)`, still boxed by
-      `nn.with_logical_partitioning`. Leaves without a box are replicated.
-    mesh: the device mesh.
-
-  Returns:
-    The tree without boxes, with a NamedSharding in place of each array.
+  `boxed` is what `jax.eval_shape(model.init, …)` returns: the boxes of
+  `nn.with_logical_partitioning` name the axes. Leaves without one are
+  replicated.
   """
 
   def one(path, leaf):

@@ -91,14 +91,9 @@ def compare(
   dropped: Sequence[str] = (),
   describe: str = 'the source',
 ) -> None:
-  """Checks that names and shapes agree, with exceptions.
+  """Raises UserError unless names and shapes agree, those of a source `found`.
 
-  Args:
-    expected: shapes by name.
-    found: shapes by name.
-    new: regular expressions of names that may be missing from `found`.
-    dropped: regular expressions of names that may be missing from `expected`.
-    describe: name of the source of `found`, for messages.
+  The exceptions are those of `merge`.
   """
   missing = [
     (name, '')
@@ -142,8 +137,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def _grouped(named: Iterable[tuple[str, str]]) -> list[str]:
   """Returns one line for all names that differ only in their first number.
 
-  Args:
-    named: pairs of a name and a remark on it.
+  Behind each name stands a remark on it.
   """
   groups: dict[tuple[str, str, str], list[int]] = {}
   for name, remark in named:

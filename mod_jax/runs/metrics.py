@@ -119,13 +119,10 @@ class MetricWriter(contextlib.AbstractContextManager):
     self.close()
 
   def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-    """Writes one line.
+    """Writes one line; values may be NumPy's and JAX's scalars, too.
 
-    Args:
-      step: number of steps taken.
-      kind: such as `train` or `eval`; TensorBoard and Weights & Biases show
-        the values as `kind/name`.
-      values: numbers by name; NumPy's and JAX's scalars are fine.
+    TensorBoard and Weights & Biases show them as `kind/name`, such as
+    `train/loss`.
     """
     if self._file is None:
       return

@@ -394,13 +394,8 @@ class VisionLanguage(Modality):
   ) -> list[str]:
     """Answers questions; `kwargs` are those of `sampling.generate`.
 
-    Args:
-      params: of the model.
-      model_state: its other collections.
-      pictures: of each question, as `data.preprocess` makes them.
-      questions: without placeholders, each is about its pictures in order.
-      max_new_tokens: most tokens of an answer.
-      **kwargs: further settings.
+    Pictures are those of each question, as `data.preprocess` makes them. A
+    question without placeholders is about its pictures in order.
     """
     model = self.config.model
     placed = self._asked(pictures, questions)
