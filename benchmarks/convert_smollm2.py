@@ -60,7 +60,6 @@ from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.layers import rules
 from mod_jax.runs.run_config import EvaluationConfig
-from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 
 _STUDY = Study(__file__, 'runs/convert_smollm2')
@@ -208,10 +207,8 @@ def look_at_parent(config: ExperimentConfig) -> dict:
   rows = ROWS * dense.evaluation.final_batches
   batches = rows // EvaluationConfig().batch_size
   metrics = run.evaluate(dense.data, batches=batches)
-  studies = make_task(dense).studies()
   shares, influence = (
-    studies[name](run.variables['params'], {}, None).metrics
-    for name in ('arank', 'influence')
+    run.study(name, dense.data).metrics for name in ('arank', 'influence')
   )
   return {
     **of_language(dense, metrics),

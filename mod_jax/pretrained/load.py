@@ -41,6 +41,7 @@ from mod_jax.tasks import detection as detection_task
 from mod_jax.tasks import make_task, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
+from mod_jax.train.task import Study
 
 _BATCH = 32  # Pictures that are predicted at a time.
 _LENGTH = 2048  # Longest texts of published models by default, in tokens.
@@ -425,11 +426,37 @@ class Run:
       UserError: the model has no data and none are given, or the data cannot be
         read or do not fit the model.
     """
+    on = self._placed('evaluate', data)
+    with jax.set_mesh(on.mesh):
+      return evaluation.held_out(
+        on.task, on.params, on.model_state, on.mesh, batches=batches
+      )
+
+  def study(self, name: str, data=None) -> Study:
+    """Returns a longer look at the model, as `eval.py --study=NAME` does.
+
+    `study('influence', data).metrics['suggested']` of a dense language model
+    are the blocks that turn its features least, which are those to route.
+
+    Args:
+      name: name of the study; a wrong one is refused with those that exist.
+      data: as for `evaluate`.
+
+    Raises:
+      UserError: as by `evaluate`, or there is no such study.
+    """
+    on = self._placed('study', data)
+    (run,) = evaluation.find_studies(on.task, [name]).values()
+    with jax.set_mesh(on.mesh):
+      return run(on.params, on.model_state, on.mesh)
+
+  def _placed(self, what: str, data) -> evaluation.Trained:
+    """Returns the model on its devices, with a task that reads the data."""
     task, example = self.task, _DATA.get(type(self.config), _DATA[None])
     if data is not None:
       if (wanted := example.partition('(')[0]) != type(data).__name__:
         raise UserError(
-          f'evaluate: data is a {type(data).__name__}, and this model needs a'
+          f'{what}: data is a {type(data).__name__}, and this model needs a'
           f' {wanted}, as in data={example}.'
         )
       data = self.reading_as_trained(data)
@@ -442,7 +469,7 @@ class Run:
         task.modality.vocabulary = self.task.modality.vocabulary
     elif task is None or self.foreign:
       raise UserError(
-        'evaluate: this model is not from a run of ours, so it has no data: say'
+        f'{what}: this model is not from a run of ours, so it has no data: say'
         f' on which, as in data={example}.'
       )
     task.modality.check()
@@ -452,8 +479,9 @@ class Run:
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     state = dict(jax.device_put(dict(self.variables), everywhere))
     params = state.pop('params')
-    with jax.set_mesh(mesh):
-      return evaluation.held_out(task, params, state, mesh, batches=batches)
+    return evaluation.Trained(
+      task=task, step=0, params=params, model_state=state, mesh=mesh
+    )
 
   @property
   def max_length(self) -> int:

@@ -11,6 +11,7 @@ import tiny
 
 from mod_jax import config as config_lib
 from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
 from mod_jax.layers.routed import Layer
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.token_info import TokenInfo
@@ -73,7 +74,15 @@ def test_entropy_by_blocks(tmp_path, monkeypatch):
   _check_influence(task, params)
   _check_copying(task, params, monkeypatch)
   dense = dataclasses.replace(config, model=MODEL.dense_twin())
-  assert set(make_task(dense).studies()) == {*('arank', 'copying', 'influence')}
+  studies = make_task(dense).studies()
+  assert set(studies) == {'arank', 'copying', 'influence'}
+  # A loaded model, on data that are given.
+  run = tiny.run(dense)
+  found = run.study('influence', data).metrics
+  wanted = studies['influence'](run.variables['params'], {}, None).metrics
+  assert found['influence'] == pytest.approx(wanted['influence'])
+  with pytest.raises(UserError, match="unknown study 'ranks'.*'arank'"):
+    run.study('ranks')
 
 
 def _check_copying(task, params, monkeypatch):
