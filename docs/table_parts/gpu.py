@@ -39,10 +39,10 @@ def gpu_words():
     f' {found["time_ratio"]:.2f} of its time, where FLOPs say'
     f' {found["flop_ratio"]:.2f}. With smaller heads the dense step takes'
     f" {torch['dense_over_torch']:.2f} of the time of `transformers`' Llama"
-    f' with `torch.compile`. A step of DeiT-S with A-MoD takes'
-    f' {amod / vit_dense:.2f} of the dense one, where FLOPs say'
-    f' {flops.train(AMOD) / flops.train(DENSE):.2f}'
-    ' (`benchmarks/accelerator.py`, [how](docs/performance.md#on-one-h100)).'
+    f' with `torch.compile` (`benchmarks/train_step.py`). By profiles, a step'
+    f' of DeiT-S with A-MoD takes {amod / vit_dense:.2f} of the dense one,'
+    f' where FLOPs say {flops.train(AMOD) / flops.train(DENSE):.2f}'
+    ' ([how](docs/performance.md#on-one-h100)).'
   )
 
 
