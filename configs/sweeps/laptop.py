@@ -1,10 +1,11 @@
 """An isoFLOP sweep in hours on two CPU cores: dense against Mixture-of-Depths.
 
-Figure 4 of Raposo et al. 2024 in miniature: three budgets of training FLOPs, at
-least five sizes around the minimum of each curve, and the recipe of
+Figure 4 of Raposo et al. 2024 in miniature: three budgets of training FLOPs,
+five sizes around the minimum of each curve, and the recipe of
 `configs/lm/mod.py`. Dense models have four blocks, and routed ones four full
-and four routed blocks: the depths at which each kind learns best at these
-budgets. The lowest budget also has dense models of two and of eight blocks, the
+and four routed blocks: eight dense blocks are too many for these budgets, and
+fewer than four full ones are too few to learn to copy in longer rows
+(results/isoflop_laptop/REPRODUCTION.md). The lowest budget also has dense models of two and of eight blocks, the
 raw gate, the stride (which routes without looking at the tokens), and the full
 blocks of the routed models alone, trained for as many steps.
 
