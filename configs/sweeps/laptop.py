@@ -3,11 +3,10 @@
 Figure 4 of Raposo et al. 2024 in miniature: three budgets of training FLOPs,
 five sizes around the minimum of each curve, and the recipe of
 `configs/lm/mod.py`. Dense models have four blocks, and routed ones four full
-and four routed blocks: eight dense blocks are too many for these budgets, and
-fewer than four full ones are too few to learn to copy in longer rows
-(results/isoflop_laptop/REPRODUCTION.md). The lowest budget also has dense models of two and of eight blocks, the
-raw gate, the stride (which routes without looking at the tokens), and the full
-blocks of the routed models alone, trained for as many steps.
+and four routed blocks; eight dense blocks are too many for these budgets. The
+lowest budget also has dense models of two and of eight blocks, the raw gate,
+the stride (which routes without looking at the tokens), and the full blocks of
+the routed models alone, trained for as many steps.
 
 Rows are short and batches large. With 16 rows of 256 tokens, chance decided
 whether a model learnt to copy from its context, and that changed the loss more
