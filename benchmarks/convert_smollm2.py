@@ -12,9 +12,8 @@ trial of some ways has results; see `docs/recipes.md`.
 
 All models start from the same weights and are trained on the same rows,
 computing in bfloat16 with float32 weights, by the recipe of
-`configs/lm/convert.py`: gates of 1 + tanh, routers at a rate of 1e-3, a
-capacity that comes down over the first fifth of the steps. The rate of other
-weights is 3e-4, since the recipe's 1e-5 is too low for a model of this size.
+`configs/lm/convert.py`: gates of 1 + tanh, routers at a rate of 1e-3, all else
+at 3e-4, and a capacity that comes down over the first fifth of the steps.
 The causal rules are that of the auxiliary loss and that of moving thresholds.
 The ways are:
 
@@ -23,7 +22,8 @@ The ways are:
   the deeper half where Block Influence (ShortGPT, Men et al. 2024) or ARank
   (γ-MoD) is lowest;
 * for comparison, random tokens, and no tokens at all, so that the routed blocks
-  are deleted; and the dense model trained on for as long;
+  are deleted; the deletion of half as many, which has about the FLOPs of
+  Mixture-of-Depths at 50%; and the dense model trained on for as long;
 * other learning rates of all weights but the routers', also of the dense model.
 
 Of these the blocks of least influence did best by far, so that the other ways
@@ -73,13 +73,10 @@ HELD_OUT = 12  # Batches.
 # Steps and seeds of a trial, and of the whole training.
 LENGTHS = {'172k tokens': (84, 1), '1.05M tokens': (512, 2)}
 
-# Learning rates of routers, and of all other weights but where told.
-_ROUTERS_RATE, _RATE = 1e-3, 3e-4
-
 
 def _at_rate(rate: float, rest: float = 1.0) -> dict:
   """Returns changes for a learning rate of all weights but the routers'."""
-  rules = ((convert.ROUTERS, _ROUTERS_RATE / rate, 0), ('.*', rest, 0))
+  rules = ((convert.ROUTERS, convert.ROUTERS_RATE / rate, 0), ('.*', rest, 0))
   return {'optimizer.learning_rate': rate, 'optimizer.rules': rules}
 
 
@@ -88,7 +85,7 @@ _DENSE = {
   'optimizer.rules': (),
   'train.capacity_warmup_steps': 0,
 }
-_ALONE = {**_at_rate(_RATE, rest=0.0), 'train.frozen': 'float32'}
+_ALONE = {**_at_rate(convert.RATE, rest=0.0), 'train.frozen': 'float32'}
 # Without training for a causal rule.
 _NO_RULE = {
   'model.routing.router_loss': 0.0,
@@ -112,9 +109,9 @@ def ways(parent: dict) -> dict[str, dict]:
   `parent` is the line of the dense model.
   """
 
-  def lowest(measure):
+  def lowest(measure, count=parent['routed']):
     order = np.argsort(parent[measure]).tolist()
-    return {'model.routing.layers': tuple(sorted(order[: parent['routed']]))}
+    return {'model.routing.layers': tuple(sorted(order[:count]))}
 
   places = {
     'deeper half': {},
@@ -146,6 +143,10 @@ def ways(parent: dict) -> dict[str, dict]:
       f'{place}, {name}': places[place] | changes
       for place in ('deeper half', 'least influence')
       for name, changes in controls.items()
+    },
+    'least influence, half as many deleted': {
+      **lowest('influence', parent['routed'] // 2),
+      **_DELETED,
     },
     **{
       f'{name}, rate {rate:.0e}': _at_rate(rate) | changes
@@ -181,7 +182,6 @@ def recipe() -> ExperimentConfig:
   return config_lib.replace(
     convert.complete(config),
     {
-      **_at_rate(_RATE),
       'model.dtype': 'bfloat16',
       'train.batch_size': ROWS,
       'train.grad_accum_steps': ROWS,  # Else it takes 19 GB of memory.

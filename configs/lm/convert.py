@@ -21,10 +21,11 @@ fifth of the steps. Variants:
 * `every_other`: every other block of all depths;
 * `tiny`: on the embedded text in seconds, for tests.
 
-The learning rate of the routers is a hundred times that of the other weights,
-`--config.optimizer.learning_rate`. It is meant for models of billions of
-parameters: one of 135M does better at thirty times it, with routers at three
-times that (docs/recipes.md).
+The learning rates did well for a model of 135M parameters (docs/recipes.md);
+a larger one may want a lower `--config.optimizer.learning_rate`, by which all
+of them scale. Which blocks are routed mattered more than all else that was
+tried: `mod_jax.load(FOLDER).study('influence', data)` measures which turn the
+features least, and `--config.model.routing.layers='(12, 13)'` routes those.
 """
 
 import dataclasses
@@ -39,6 +40,8 @@ from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 files = config_lib.sibling(__file__, 'files')
 
 ROUTERS = r'(^|/)(router|predictor)/'
+# Learning rates of all weights, of routers, and of adapters.
+RATE, ROUTERS_RATE, ADAPTERS_RATE = 3e-4, 1e-3, 1e-4
 # `complete` replaces it by the deeper half of the model's blocks.
 DEEPER = (r'block_[1-9]\d*/.*',)
 ROUTING = MoDConfig(
@@ -66,11 +69,13 @@ def convert(name: str, *, objective=None, rest=1.0, **routing):
     objective=objective,
     train=dataclasses.replace(base.train, capacity_warmup_steps=0.2),
     optimizer=OptimizerConfig(
-      learning_rate=1e-5,
+      learning_rate=RATE,
       warmup_steps=0.03,
       final_fraction=0.1,
       weight_decay=0.0,
-      rules=((ROUTERS, 100.0, 0), ('.*', rest, 0)) if learned else (),
+      rules=(
+        ((ROUTERS, ROUTERS_RATE / RATE, 0), ('.*', rest, 0)) if learned else ()
+      ),
     ),
   )
 
@@ -78,8 +83,10 @@ def convert(name: str, *, objective=None, rest=1.0, **routing):
 def adapted():
   """Returns the config of a conversion that trains adapters and routers."""
   config = convert('lora', rest=0.0)
-  # Ten times the rate of all weights, and a tenth of the routers'.
-  rules = ((lora.PARAMETERS, 10.0, 0), *config.optimizer.rules)
+  rules = (
+    (lora.PARAMETERS, ADAPTERS_RATE / RATE, 0),
+    *config.optimizer.rules,
+  )
   return config_lib.replace(
     config,
     {
