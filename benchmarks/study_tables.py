@@ -138,34 +138,33 @@ def converted(found: Mapping[str, dict]) -> str:
   long, from the same seed. Models whose blocks are deleted are judged without
   them.
   """
-  rows = []
-  models = by_model(found)
-  for name, of_seed in models.items():
-    way, _, trained = name.rpartition(', ')
-    key = _converted_loss(way)
-    runs = list(of_seed.values())
-    dense = min(
-      (x for of, x in models.items() if re.match(f'dense.*, {trained}$', of)),
-      key=lambda x: spread([line['loss'] for line in x.values()])['mean'],
-      default={},
-    )
-    more = [
-      line[key] - dense[seed]['loss']
-      for seed, line in of_seed.items()
-      if seed in dense
-    ]
-    cost = runs[0]['forward_flops'] / found[f'{PARENT}/0']['forward_flops']
-    rules = ('router', 'threshold')
-    rows.append(
-      [
-        *(way, trained, str(len(runs)), over_seeds(runs, key)),
-        cell(spread(more)) if more else '',
-        *(over_seeds(runs, f'{rule}_rule') for rule in rules),
-        over_seeds(runs, 'without_routed_blocks'),
-        f'{cost:.3f}',
-        over_seeds(runs, 'cpu_seconds', 1 / 60, 0),
+  models, rows = by_model(found), []
+  for trained, ways in converted_losses(found).items():
+    best = next((x for x in ways if re.match('dense(?!, at first)', x)), PARENT)
+    dense = models.get(f'{best}, {trained}', {})
+    for way in ways:
+      name, length = f'{way}, {trained}', trained
+      if way == PARENT:
+        name, length = PARENT, 'not'
+      of_seed, key = models[name], _converted_loss(way)
+      runs = list(of_seed.values())
+      more = [
+        line[key] - dense[seed]['loss']
+        for seed, line in of_seed.items()
+        if seed in dense
       ]
-    )
+      cost = runs[0]['forward_flops'] / found[f'{PARENT}/0']['forward_flops']
+      rows.append(
+        [
+          *(way, length, str(len(runs)), over_seeds(runs, key)),
+          cell(spread(more)) if more else '',
+          over_seeds(runs, 'router_rule'),
+          over_seeds(runs, 'threshold_rule'),
+          over_seeds(runs, 'without_routed_blocks'),
+          f'{cost:.3f}',
+          over_seeds(runs, 'cpu_seconds', 1 / 60, 0),
+        ]
+      )
   header = ['model', 'trained', 'seeds', 'nats per token', 'over dense']
   header += ['by router', 'by threshold', 'without routed blocks']
   return markdown([*header, 'forward FLOPs of dense', 'CPU minutes'], rows)
