@@ -1,6 +1,6 @@
 """All that is to be measured on a GPU, with one command.
 
-    python benchmarks/accelerator.py --workdir=results/h100
+    python benchmarks/accelerator.py --workdir=runs/h100
 
 1. `kernels`: each kernel against plain XLA, forward and backward.
 2. `kernel_times`: their times beside XLA's and cuDNN's, and block sizes tuned.

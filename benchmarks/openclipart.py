@@ -22,7 +22,7 @@ from mod_jax import config as config_lib
 from mod_jax.tasks.experiment import ExperimentConfig
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Of each variant.')
-_EPOCHS = flags.DEFINE_float('epochs', 15, 'Passes over the pictures.')
+_EPOCHS = flags.DEFINE_float('epochs', 10, 'Passes over the pictures.')
 _STUDY = Study(__file__, 'runs/openclipart')
 
 VARIANTS = {

@@ -235,8 +235,8 @@ def test_files_that_are_named_exist(page):
   )
   assert [n for n in names if not (ROOT / n).exists()] == []
   # What measures keeps its result; what tunes prints it, and what is for the
-  # devices of others writes it to a directory of theirs.
-  prints = ('tune', 'import_time', 'accelerator', 'kernel_errors')
+  # devices or texts of others writes it to a directory of theirs.
+  prints = ('tune', 'import_time', 'accelerator', 'kernel_errors', 'text_tasks')
   imported = ('rival_tasks', 'rivals')
   for script in set(re.findall(r'benchmarks/(\w+)\.py', TEXTS[page])):
     if script not in prints + imported:
