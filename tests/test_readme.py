@@ -67,7 +67,7 @@ def files(page):
 
 @pytest.fixture(scope='module')
 def desk(tmp_path_factory):
-  """A folder with what snippets load: untrained runs, pictures, weights."""
+  """A folder with what snippets load: runs, pictures, texts, weights."""
   folder = tmp_path_factory.mktemp('desk')
   rng = np.random.default_rng(0)
   for name in ('cat.jpg', 'dog.png'):
@@ -78,6 +78,8 @@ def desk(tmp_path_factory):
   shutil.copytree(ROOT / 'tests/golden/lm_eval/model', folder / 'smollm2')
   template = '{% for m in messages %}{{ m.content }} {% endfor %}'
   (folder / 'smollm2' / 'chat_template.jinja').write_text(template)
+  (folder / 'texts').mkdir()
+  tiny.texts(folder / 'texts', a=5000, b=5000)
   sizes = {'image_size': 16, 'patch_size': 8, 'num_classes': 2}
   model = dataclasses.replace(tiny.VIT, routing=VisionRoutingConfig(), **sizes)
   reads = {'crop_fraction': 1.0, 'mean': (0.5,) * 3, 'std': (0.5,) * 3}

@@ -94,7 +94,33 @@ def results():
     )
     title = f'{what}, accuracy (`benchmarks/{script}.py`)'
     rows.append([title, f'{dense}, {first}', ', '.join(others)])
+  rows.append(_converted())
   return markdown(['what', 'dense', 'conditional'], rows)
+
+
+def _converted() -> list[str]:
+  """The README's row of a pretrained language model."""
+  runs, trained = studied('convert_smollm2'), '172k tokens'
+  whole = runs[f'dense, {trained}/0']
+
+  def cell(label, way, key):
+    line = runs[f'{way}, {trained}/0']
+    ratio = line['forward_flops'] / whole['forward_flops']
+    return f'{label} {line[key]:.2f} ({ratio:.2f})'
+
+  routed = 'least influence, MoD 50%'
+  return [
+    'SmolLM2-135M, trained on for 172k tokens, nats/token, one seed'
+    ' (`benchmarks/convert_smollm2.py`)',
+    f'{cell("all blocks", "dense", "loss")}, '
+    + cell(
+      'four blocks deleted',
+      'least influence, half as many deleted',
+      'without_routed_blocks',
+    ),
+    f'{cell("MoD 50% in eight blocks", routed, "loss")}, '
+    + cell('the same tokens at random', 'least influence, random 50%', 'loss'),
+  ]
 
 
 @table

@@ -234,6 +234,24 @@ def decode_int8():
 
 
 @table
+def converted_speed():
+  """Time of SmolLM2-135M with routed blocks, over the dense model's."""
+  rows = []
+  for name, cell in measured('convert_speed')['cells'].items():
+    low, high = cell['quartiles']
+    sizes = cell.get('cache_bytes')
+    rows.append(
+      [
+        *(name, f'{cell["flop_ratio"]:.3f}'),
+        f'{cell["time_ratio"]:.3f} ({low:.3f}–{high:.3f})',
+        f'{sizes["mod"] / sizes["dense"]:.2f}' if sizes else '',
+      ]
+    )
+  header = ['', 'FLOPs over dense', 'time over dense (quartiles)', 'cache']
+  return markdown(header, rows)
+
+
+@table
 def decode_real():
   """A real model's text, its first calls and its memory, beside PyTorch's."""
   rows = []
