@@ -32,7 +32,7 @@ class RoutingMode(config_lib.Validated):
     slack: number of slots divided by the expected number, for `drop`.
     chunk: number of routed rows processed at a time in decoding, and in
       inference with `per_sequence` routing. None chooses by the batch, see
-      `rows_at_a_time`; 0 processes all rows and masks, as a reference.
+      `rows_at_a_time` and `takes_all_rows`; 0 processes all rows and masks.
   """
 
   rule: RuleName | Rule = 'top_k'
@@ -70,6 +70,17 @@ class RoutingMode(config_lib.Validated):
     mean = capacity * batch
     rows = math.ceil(mean + 2 * math.sqrt(mean))
     return min(1 << (rows - 1).bit_length(), batch)
+
+  def takes_all_rows(self, capacity: float, batch: int) -> bool:
+    """Returns whether all rows of a batch are processed, and masked.
+
+    By default they are where all would be processed at a time, and it is
+    improbable that none is routed: masking spares copies of rows and caches.
+    """
+    if self.chunk is not None:
+      return self.chunk == 0
+    rows = self.rows_at_a_time(capacity, batch)
+    return rows == batch and capacity * batch >= 4
 
   def row_slots(
     self, capacity: float, length: int, length_B: jax.Array

@@ -372,7 +372,9 @@ class Layer(nn.Module):
       if own is not None or cache.entered_BS is not None:
         chosen_BL = cache.room(requested_BL)
       # Not where nearly every row has a token that enters.
-      if length <= _SHORT and mode.chunk != 0 and not by_kind:
+      share, batch = self._share_of_rows(length), len(x_BLD)
+      masked = mode.takes_all_rows(share, batch)
+      if length <= _SHORT and not masked and not by_kind:
         output = self._run_rows(block, x_BLD, info, routed, chosen_BL, own)
       else:
         slots = length if own is None else own.slots
@@ -494,10 +496,8 @@ class Layer(nn.Module):
     processes chunks of them. Updates of their other tokens are discarded.
     """
     batch, length, _ = x_BLD.shape
-    fraction = self.config.capacity
-    if not self.config.routing.per_sequence:
-      fraction = 1 - (1 - fraction) ** length
-    chunk = self.mode.routing.rows_at_a_time(fraction, batch)
+    share = self._share_of_rows(length)
+    chunk = self.mode.routing.rows_at_a_time(share, batch)
     routed_B = chosen_BL.any(axis=-1)
     first_B = jnp.argsort(~routed_B, stable=True)
     count = routed_B.sum(dtype=jnp.int32)
@@ -530,6 +530,13 @@ class Layer(nn.Module):
       broadcast_variables=('params', 'moving'),
     )
     return LayerOutput(x_BLD, cache)
+
+  def _share_of_rows(self, length: int) -> float:
+    """Returns the share of rows that is expected to have a chosen token."""
+    capacity = self.config.capacity
+    if self.config.routing.per_sequence:
+      return capacity
+    return 1 - (1 - capacity) ** length
 
   def _weigh(self, x_BKD, update_BKD, weight_BK, valid_BK):
     """Returns the gated updates in float32, with exact zeros in empty slots."""

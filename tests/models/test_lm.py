@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
+from mod_jax import config as config_lib
 from mod_jax import errors, losses
 from mod_jax.layers import stack
 from mod_jax.layers.mode import RoutingMode
@@ -131,6 +132,25 @@ class TestDecoding:
     np.testing.assert_array_equal(cache.blocks[1].length_B, counts_B)
     assert cache.blocks[0].slots == (3 if overflow == 'drop' else L)
     assert cache.blocks[1].slots == L
+
+  @pytest.mark.parametrize(
+    ('capacity', 'batch', 'in_turns'),
+    [(0.5, 8, False), (0.5, 2, True), (0.125, 8, True), (0.125, 64, True)],
+  )
+  def test_rows_are_masked_where_all_are_expected(
+    self, capacity, batch, in_turns
+  ):
+    config = config_lib.replace(CONFIG, {'routing.capacity': capacity})
+    mode = RoutingMode(rule='router')
+    cache = jax.eval_shape(lambda: LMCache.empty(config, batch, L, mode))
+
+    def step(variables, tokens_BL, cache):
+      apply = LanguageModel(config).apply
+      return apply(variables, tokens_BL, mode=mode, cache=cache).logits_BLV
+
+    tokens_B1 = jnp.zeros((batch, 1), int)
+    text = str(jax.make_jaxpr(step)(VARIABLES, tokens_B1, cache))
+    assert ('while[' in text) == in_turns
 
   def test_no_block_of_a_gpu_asks_how_much_of_its_cache_to_read(
     self, monkeypatch
