@@ -135,7 +135,7 @@ def ways(parent: dict) -> dict[str, dict]:
     },
     'one router for all 50%': {'model.routing.shared_router': True},
   }
-  at, best = places['deeper half'], places['least influence']
+  best = places['least influence']
   return {
     'dense': _DENSE,
     **{f'{place}, MoD 50%': changes for place, changes in places.items()},
@@ -150,10 +150,7 @@ def ways(parent: dict) -> dict[str, dict]:
     },
     **{
       f'{name}, rate {rate:.0e}': _at_rate(rate) | changes
-      for name, changes in (
-        ('deeper half, MoD 50%', at),
-        ('dense', _DENSE),
-      )
+      for name, changes in (('deeper half, MoD 50%', {}), ('dense', _DENSE))
       for rate in (1e-5, 1e-4, 1e-3)
     },
     **{

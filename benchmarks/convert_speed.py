@@ -2,10 +2,10 @@
 
     python benchmarks/convert_speed.py --model=SmolLM2-135M-Instruct.Q4_1.gguf
 
-The routed model is that of `convert_smollm2.py`: some blocks process a share of
-the tokens. Each is timed in turn with the dense model: the loss of held-out
-rows, a training step, and steps that decode one token of every sequence after a
-context. Weights are random, since no time depends on them: the training
+Every other block of the deeper half processes a share of the tokens, as in
+`convert_smollm2.py`. Timed in turn with the dense model are the loss of four
+rows, a training step on one, and steps that decode one token of every sequence
+after a context. Weights are random, since no time depends on them: the training
 chooses the k best tokens, and decoding draws scores, so that each sequence is
 routed with probability `capacity`, independently of the others. FLOPs are those
 that `mod_jax.flops` counts. The result is written beside this file as JSON.

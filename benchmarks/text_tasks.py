@@ -78,12 +78,11 @@ def documents(files: list[list[str]], most: int) -> list[dict]:
       rng.shuffle(choices)
       found.append(
         {
-          **{
-            'context': context,
-            'choices': choices,
-            'label': choices.index(end),
-          },
-          **{'before': before, 'word': word},
+          'context': context,
+          'choices': choices,
+          'label': choices.index(end),
+          'before': before,
+          'word': word,
         }
       )
   rng.shuffle(found)

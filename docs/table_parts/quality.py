@@ -119,7 +119,7 @@ def _converted() -> list[str]:
       'without_routed_blocks',
     ),
     f'{cell("MoD 50% in eight blocks", routed, "loss")}, '
-    + cell('the same tokens at random', 'least influence, random 50%', 'loss'),
+    + cell('as many at random', 'least influence, random 50%', 'loss'),
   ]
 
 

@@ -74,13 +74,15 @@ def test_entropy_by_blocks(tmp_path, monkeypatch):
   _check_influence(task, params)
   _check_copying(task, params, monkeypatch)
   dense = dataclasses.replace(config, model=MODEL.dense_twin())
-  studies = make_task(dense).studies()
-  assert set(studies) == {'arank', 'copying', 'influence'}
+  assert set(make_task(dense).studies()) == {'arank', 'copying', 'influence'}
   # A loaded model, on data that are given.
   run = tiny.run(dense)
-  found = run.study('influence', data).metrics
-  wanted = studies['influence'](run.variables['params'], {}, None).metrics
-  assert found['influence'] == pytest.approx(wanted['influence'])
+  other = dataclasses.replace(data, length=8)
+  task = make_task(dataclasses.replace(dense, data=other))
+  found, at_first = (run.study('influence', x).metrics for x in (other, None))
+  wanted = task.studies()['influence'](run.variables['params'], {}, None)
+  assert found['influence'] == pytest.approx(wanted.metrics['influence'])
+  assert found['influence'] != at_first['influence']
   with pytest.raises(UserError, match="unknown study 'ranks'.*'arank'"):
     run.study('ranks')
 
