@@ -74,7 +74,7 @@ class _Fields:
   num_conv_pos_embedding_groups: int = 16
   feat_extract_norm: Literal['group', 'layer'] = 'group'
   do_stable_layer_norm: bool = False
-  layer_norm_eps: float = 1e-5
+  layer_norm_eps: Literal[1e-5] = 1e-5  # That of the convolutions' norms.
   hidden_act: Literal['gelu'] = 'gelu'
   feat_extract_activation: Literal['gelu'] = 'gelu'
   add_adapter: Literal[False] = False
@@ -93,7 +93,6 @@ _SAME = {
   'conv_strides': 'conv_stride',
   'position_kernel': 'num_conv_pos_embeddings',
   'position_groups': 'num_conv_pos_embedding_groups',
-  'norm_epsilon': 'layer_norm_eps',
 }
 
 
