@@ -79,7 +79,7 @@ def read(path: str | os.PathLike) -> Beside:
     fields = {**(values if isinstance(values, dict) else {}), **fields}
   config = config_lib.from_known(_Fields, fields, f'{folder}/config.json')
   size = re.match(r'(?:vit|deit3?)_([a-z]+)_', config.architecture or '')
-  processor = _image_processor(folder)
+  processor = of_processor(folder)
   return Beside(
     num_heads=config.num_attention_heads
     or config.num_heads
@@ -96,18 +96,19 @@ def read(path: str | os.PathLike) -> Beside:
   )
 
 
-def _image_processor(folder: pathlib.Path) -> dict[str, Any]:
+def of_processor(folder, kind: str = 'image_processor') -> dict[str, Any]:
+  """Returns the fields of an `image_processor` or a `feature_extractor`."""
   if processor := paths.read_object(folder / 'preprocessor_config.json'):
     return processor
   # Newer files have all of a model's processors together.
   both = paths.read_object(folder / 'processor_config.json')
-  processor = both.get('image_processor')
+  processor = both.get(kind)
   return processor if isinstance(processor, dict) else {}
 
 
 def of_detector(folder: pathlib.Path) -> dict[str, Any]:
   """Returns fields of `DetectionPreprocess`, as far as the files have them."""
-  fields = _image_processor(folder)
+  fields = of_processor(folder)
   found = {
     ours: channels
     for ours, theirs in (('mean', 'image_mean'), ('std', 'image_std'))

@@ -33,7 +33,7 @@ from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.data.detection import DetectionDataConfig, DetectionPreprocess
 from mod_jax.data.images import ImageDataConfig, Preprocess
 from mod_jax.data.text import TextDataConfig
-from mod_jax.errors import UserError
+from mod_jax.errors import UserError, require
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
@@ -416,8 +416,12 @@ class _Speech(_Published):
   @functools.cached_property
   def experiment(self):
     path = os.fspath(self.path)
-    told = paths.read_object(self.path / 'preprocessor_config.json')
+    told = beside.of_processor(self.path, 'feature_extractor')
+    normalizes = told.get('do_normalize', True)
     with config_lib.inside(f'the preprocessing beside {path}'):
+      require(
+        normalizes is True, 'true, as here always', do_normalize=normalizes
+      )
       data = AudioDataConfig(
         source='folder',
         path=path,

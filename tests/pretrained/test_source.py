@@ -62,6 +62,14 @@ def test_a_recogniser_says_its_rate(tmp_path):
     expected = pytest.raises(UserError, match="beside .*rate='x'")
     with contextlib.nullcontext() if rate == 8000 else expected:
       assert Source.open(folder).experiment.data.rate == 8000
+  file.write_text(json.dumps({'do_normalize': False}))
+  with pytest.raises(UserError, match='do_normalize=False: expected true'):
+    _ = Source.open(folder).experiment
+  # As transformers 5 writes it.
+  file.unlink()
+  told = {'feature_extractor': {'sampling_rate': 8000}}
+  (folder / 'processor_config.json').write_text(json.dumps(told))
+  assert Source.open(folder).experiment.data.rate == 8000
 
 
 VISION = {
