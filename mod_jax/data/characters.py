@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import unicodedata
 
 from mod_jax import paths
@@ -109,7 +110,8 @@ class Characters:
     Also '' for labels past the vocabulary, of a model that has room for more.
     """
     symbol = self.symbols[label] if label < len(self.symbols) else ''
-    return symbol.replace(_SPACE, ' ') if len(symbol) == 1 else ''
+    special = re.fullmatch(r'<.+>|\[.+\]', symbol)
+    return '' if special else symbol.replace(_SPACE, ' ')
 
 
 def _plain(text: str) -> str:

@@ -193,6 +193,10 @@ def test_vocabulary_of_a_published_model(tmp_path):
   assert vocabulary.decode([labels[0], len(symbols)]) == 'T'
   at_end = Characters((*'ab|', '[UNK]', '[PAD]'))
   assert at_end.blank == 4
+  # Recognisers of phonemes have symbols of several letters.
+  assert (
+    Characters(('<pad>', 'aɪ', 't', '|')).decode([2, 1, 3, 0, 1]) == 'taɪ aɪ'
+  )
   file.write_text('{"a": 1}')
   with pytest.raises(UserError, match='is no vocabulary'):
     Characters.read(file)
