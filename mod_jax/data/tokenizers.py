@@ -373,15 +373,14 @@ def _not_a_model(file, what, why) -> errors.UserError:
 
 
 def declared_specials(directory: os.PathLike) -> dict[str, str]:
-  """Returns the eos_token and bos_token that files in a directory declare."""
+  """Returns the special tokens that files in a directory declare, by role."""
   specials = {}
   for name in _DECLARING:
     fields = paths.read_object(epath.Path(directory) / name)
-    for role in _CUSTOMARY:
-      value = fields.get(role)
+    for role, value in fields.items():
       if isinstance(value, dict):
         value = value.get('content')
-      if isinstance(value, str):
+      if role.endswith('_token') and isinstance(value, str):
         specials[role] = value
   return specials
 
@@ -427,7 +426,8 @@ def _surface_function(decoder: dict | None):
       elif d['type'] == 'Replace' and 'String' in d['pattern']:
         token = token.replace(d['pattern']['String'], d['content'])
       elif d['type'] == 'WordPiece':
-        token = token.removeprefix(d['prefix'])
+        joined = token.startswith(d['prefix'])
+        token = token[len(d['prefix']) :] if joined else f' {token}'
       elif d['type'] == 'BPEDecoder':
         token = token.replace(d['suffix'], ' ')
     return token.encode('utf-8', 'replace')

@@ -173,6 +173,7 @@ def test_pieces_are_printable(sp_path, hf_path):
   [
     (None, '##é', 4),
     ({'type': 'WordPiece', 'prefix': '##'}, '##é', 2),
+    ({'type': 'WordPiece', 'prefix': '##'}, 'é', 3),
     ({'type': 'Metaspace', 'replacement': '▁'}, '▁ab', 3),
     ({'type': 'BPEDecoder', 'suffix': '</w>'}, 'ab</w>', 3),
     ({'type': 'ByteLevel'}, 'ĠÃ', 2),

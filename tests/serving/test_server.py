@@ -261,11 +261,14 @@ def test_tokens_are_decoded_after_a_fork_has_ended(run, make_process):
 
 def test_templates_have_what_hugging_face_gives_them(tmp_path):
   (tmp_path / 'tokenizer_config.json').write_text(
-    json.dumps({'bos_token': {'content': '<s>'}, 'eos_token': '</s>'})
+    json.dumps(
+      {'bos_token': {'content': '<s>'}, 'eos_token': '</s>', 'pad_token': '<p>'}
+    )
   )
   (tmp_path / 'chat_template.jinja').write_text(
-    '{{ bos_token }}{% for m in messages %}{% if loop.index > 2 %}{% break %}'
-    '{% endif %}{% generation %}{{ m | tojson }}{% endgeneration %}'
+    '{{ bos_token }}{{ pad_token }}{% for m in messages %}'
+    '{% if loop.index > 2 %}{% break %}{% endif %}'
+    '{% generation %}{{ m | tojson }}{% endgeneration %}'
     '{% endfor %}{{ eos_token }} {{ [1] | tojson(indent=1) }}'
     '{% if strftime_now is defined %} {{ strftime_now("%Y") | length }}'
     '{% endif %}'
@@ -273,7 +276,7 @@ def test_templates_have_what_hugging_face_gives_them(tmp_path):
   template = chat.read_template(tmp_path)
   messages = [{'content': "<b> & 'é'"}, {}, {'content': 'left out'}]
   assert template.render(messages=messages) == (
-    '<s>{"content": "<b> & \'é\'"}{}</s> [\n 1\n] 4'
+    '<s><p>{"content": "<b> & \'é\'"}{}</s> [\n 1\n] 4'
   )
   (tmp_path / 'chat_template.jinja').write_text('{{ raise_exception("no") }}')
   with pytest.raises(jinja2.TemplateError, match='no'):
