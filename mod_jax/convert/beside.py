@@ -107,14 +107,15 @@ def of_processor(folder, kind: str = 'image_processor') -> dict[str, Any]:
 
 
 def of_detector(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns fields of `DetectionPreprocess`, as far as the files have them."""
+  """Returns fields of `DetectionPreprocess`, DETR's where no file has them."""
   fields = of_processor(folder)
-  found = {
-    ours: channels
-    for ours, theirs in (('mean', 'image_mean'), ('std', 'image_std'))
-    if (channels := _channels(fields.get(theirs))) is not None
-  }
-  size = fields.get('size')
+  size = fields.pop('size', None)
+  told = _processor(fields, 'detr')
+  unfollowed, pictures = [*told['unfollowed']], told['pictures']
+  if pictures['resample'] != Image.Resampling.BILINEAR:
+    unfollowed.append(f'resample={fields["resample"]}')
+  found = {'short_side': 800, 'image_size': (1333, 1333)}
+  found |= {name: pictures[name] for name in ('mean', 'std')}
   if isinstance(size, int):  # As older versions of transformers wrote it.
     size = {'shortest_edge': size}
     size['longest_edge'] = fields.get('max_size', 1333)
@@ -126,9 +127,12 @@ def of_detector(folder: pathlib.Path) -> dict[str, Any]:
     case None:
       pass
     case _:
-      logging.warning(
-        'Of the preprocessing beside %s, size=%s is not followed.', folder, size
-      )
+      unfollowed.append(f'size={size}')
+  if unfollowed:
+    logging.warning(
+      'Of the preprocessing beside %s, this is not followed: %s.',
+      *(folder, '; '.join(unfollowed)),
+    )
   return found
 
 
@@ -170,8 +174,19 @@ _CLIP = {
   'image_mean': (0.48145466, 0.4578275, 0.40821073),
   'image_std': (0.26862954, 0.26130258, 0.27577711),
 }
-_PROCESSORS = {'ViT': _VIT, 'DeiT': _VIT | _DEIT, 'CLIP': _VIT | _CLIP}
+_DETR = {
+  # Whose size is another.
+  'image_mean': (0.485, 0.456, 0.406),
+  'image_std': (0.229, 0.224, 0.225),
+  'do_pad': True,
+  'do_convert_annotations': True,
+}
+_PROCESSORS = {
+  **{'ViT': _VIT, 'DeiT': _VIT | _DEIT},
+  **{'CLIP': _VIT | _CLIP, 'Detr': _VIT | _DETR},
+}
 _DEFAULT = {
+  'detr': 'Detr',
   **dict.fromkeys(('clip', 'clip_vision_model', 'llava'), 'CLIP'),
   'deit': 'DeiT',
 }

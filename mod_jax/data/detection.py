@@ -56,9 +56,12 @@ class DetectionPreprocess:
     factor = min(
       limit / side for limit, side in zip(self.image_size, sides, strict=True)
     )
-    if short_side is not None:
-      factor = min(factor, short_side / min(sides))
-    height, width = (max(1, round(factor * side)) for side in sides)
+    # Rounded as by transformers.
+    if short_side is not None and short_side <= factor * min(sides):
+      height, width = (short_side * side // min(sides) for side in sides)
+    else:
+      whole = int if short_side is None else round
+      height, width = (max(1, whole(factor * side)) for side in sides)
     if (width, height) == image.size:
       return image
     return image.resize((width, height), Image.Resampling.BILINEAR)

@@ -570,10 +570,7 @@ class _Detector(_Published):
 
   @functools.cached_property
   def preprocess(self):
-    """By default a shorter side of 800 pixels, the longer at most 1333."""
-    usual = {name: _IMAGENET[name] for name in ('mean', 'std')}
-    usual |= {'image_size': (1333, 1333), 'short_side': 800}
-    told = DetectionPreprocess(**usual | beside.of_detector(self.path))
+    told = DetectionPreprocess(**beside.of_detector(self.path))
     with config_lib.inside(f'the preprocessing beside {self.path}'):
       # It has the ranges.
       data = DetectionDataConfig(source='coco', path=os.fspath(self.path))

@@ -104,9 +104,12 @@ def test_a_single_number_is_the_shorter_side_of_clip(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-  ('size', 'expected'),
+  ('fields', 'expected'),
   [
     ({'size': 600}, {'short_side': 600, 'image_size': (1333, 1333)}),
+    ({'do_normalize': False}, {'mean': (0.0,) * 3, 'std': (1.0,) * 3}),
+    ({'do_resize': False}, {}),
+    ({'resample': 3}, {}),
     (
       {'size': 600, 'max_size': 900},
       {'short_side': 600, 'image_size': (900, 900)},
@@ -114,9 +117,10 @@ def test_a_single_number_is_the_shorter_side_of_clip(tmp_path, kind):
     ({'size': {'height': 64, 'width': 64}}, {}),
   ],
 )
-def test_sizes_of_a_detector(tmp_path, size, expected, caplog):
-  (tmp_path / 'preprocessor_config.json').write_text(json.dumps(size))
-  assert beside.of_detector(tmp_path) == expected
+def test_pictures_of_a_detector(tmp_path, fields, expected, caplog):
+  fields |= {'image_processor_type': 'DetrImageProcessor', 'do_pad': True}
+  (tmp_path / 'preprocessor_config.json').write_text(json.dumps(fields))
+  assert expected.items() <= beside.of_detector(tmp_path).items()
   assert ('not followed' in caplog.text) == (not expected)
 
 

@@ -95,3 +95,7 @@ def test_pictures_that_are_not_square_are_resized_there_as_here(
   for size in ((50, 100), (100, 50), (70, 70)):
     picture = Image.new('RGB', size)
     assert again.fit(picture).size == reads.fit(picture).size
+  # Where either side limits, and neither product is whole.
+  reads = dataclasses.replace(reads, image_size=(70, 70), short_side=50)
+  for size, expected in (((30, 37), (50, 61)), ((30, 47), (45, 70))):
+    assert reads.fit(Image.new('RGB', size)).size == expected
