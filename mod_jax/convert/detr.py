@@ -62,6 +62,15 @@ _UNUSED = (r'.*\.num_batches_tracked',)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _Backbone:
+  """Fields of the backbone's own config that no array shows."""
+
+  hidden_act: Literal['relu'] = 'relu'
+  downsample_in_first_stage: Literal[False] = False
+  downsample_in_bottleneck: Literal[False] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fields:
   """The fields that are read of a config, with Hugging Face's defaults."""
 
@@ -143,7 +152,10 @@ def derive(path: str | os.PathLike) -> DETRConfig:
   """
   arrays = _read(path)
   where = f'{path}/config.json'
-  told = config_lib.from_known(_Fields, files.config_json(path), where)
+  fields = files.config_json(path)
+  told = config_lib.from_known(_Fields, fields, where)
+  if isinstance(backbone := fields.get('backbone_config'), dict):
+    config_lib.from_known(_Backbone, backbone, f'{where}: backbone_config')
   heads = told.encoder_attention_heads
   if told.decoder_attention_heads != heads:
     raise UserError(

@@ -153,6 +153,7 @@ FOLDERS = [
   (wav2vec2, 'wav2vec2/layer', {'conv_bias': False}, 'conv_bias=False'),
   (wav2vec2, 'wav2vec2/layer', {'layer_norm_eps': 0.01}, 'layer_norm_eps='),
   (detr, 'detr', {'encoder_attention_heads': [4]}, 'expected an integer'),
+  (detr, 'detr', {'backbone_config': {'hidden_act': 'gelu'}}, 'hidden_act='),
   (clip, 'vlm/clip', {'hidden_act': 'gelu'}, 'hidden_act', 'quick_gelu'),
   (clip, 'vlm/clip', {'vision_config': None}, 'vision_config=None'),
   (
