@@ -7,13 +7,14 @@ import numbers
 import os
 import pathlib
 import re
-from typing import Any
+from typing import Any, Literal
 
 from absl import logging
 from PIL import Image
 
 from mod_jax import config as config_lib
 from mod_jax import paths
+from mod_jax.errors import require
 
 # The `problem_type` of Hugging Face for independent labels.
 MULTI_LABEL = 'multi_label_classification'
@@ -59,6 +60,17 @@ class _Fields:
   problem_type: str | None = None
   crop_pct: config_lib.Fraction | None = None
   crop_mode: str | None = None
+  # Others read the same arrays: timm's pooling and activation.
+  global_pool: Literal['token', ''] | None = None
+  act_layer: Literal['gelu'] | None = None
+  image_size: int | tuple[int, ...] | None = None
+  img_size: int | tuple[int, ...] | None = None  # timm's name.
+
+  def __post_init__(self):
+    for name in ('image_size', 'img_size'):
+      size = getattr(self, name)
+      square = not isinstance(size, tuple) or len(set(size)) == 1
+      require(square, 'the same side twice', **{name: size})
 
 
 def read(path: str | os.PathLike) -> Beside:

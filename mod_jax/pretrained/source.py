@@ -494,7 +494,9 @@ class _Vision(_Pictures):
 
   @property
   def multi_label(self):
-    return self._metadata.multi_label
+    # A single logit is that of a label that may be true, as in transformers.
+    single = self.config.dense_twin().num_classes == 1
+    return single or self._metadata.multi_label
 
   @property
   def classes(self):

@@ -198,6 +198,9 @@ TABLE = [
     'config.json: num_attention_heads=0',
   ),
   (lambda t: told(t, layer_norm_eps='1e-6'), 'layer_norm_eps=', 'expected'),
+  (lambda t: told(t, image_size=[64, 16]), 'image_size=(64, 16)', 'twice'),
+  (lambda t: told(t, global_pool='avg'), "global_pool='avg'", "'token'"),
+  (lambda t: told(t, model_args={'act_layer': 'relu'}), "act_layer='relu'"),
   # Language models.
   (
     lambda t: sharded(t, 'model-00002-of-00003.safetensors'),

@@ -161,6 +161,11 @@ class TestOfAFile:
     assert run.classes is None
     assert run.preprocess.crop_fraction == 1  # It resizes the whole picture.
 
+  def test_a_single_logit_may_be_false(self, tmp_path):
+    run = mod_jax.load(self.directory(tmp_path, [0]), num_classes=1)
+    grey = np.full((50, 40, 3), 51, np.uint8)
+    assert run.predict(grey) == [{'kind 0': 0.5}]  # Of a new head.
+
 
 class TestExport:
   def test_in_our_own_format_nothing_is_lost(self, run, folder, tmp_path):
