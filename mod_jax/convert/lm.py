@@ -17,7 +17,7 @@ from flax import linen as nn
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import trees
+from mod_jax import paths, trees
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert.arrays import Entry
@@ -72,6 +72,17 @@ BESIDE = (
   *('special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt'),
   *('chat_template.jinja', 'chat_template.json', 'generation_config.json'),
 )
+
+
+# Settings of a `generation_config.json` that change even the likeliest text,
+# with values that do not.
+_GENERATION = {
+  **{'repetition_penalty': 1, 'no_repeat_ngram_size': 0, 'num_beams': 1},
+  **{'min_length': 0, 'min_new_tokens': 0},
+  **dict.fromkeys(('suppress_tokens', 'begin_suppress_tokens')),
+  **dict.fromkeys(('forced_bos_token_id', 'forced_eos_token_id')),
+  **dict.fromkeys(('bad_words_ids', 'sequence_bias')),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -412,11 +423,6 @@ def fields_of(
     'bos_token_id': getattr(tokenizer, 'bos_id', None),
     'eos_token_id': getattr(tokenizer, 'eos_id', None),
   }
-  if family == 'qwen2' and fields['head_dim'] * dense.num_heads != dense.width:
-    raise UserError(
-      f'head_dim={fields["head_dim"]}: in a Qwen2, the only architecture known'
-      ' here with qkv_bias, it is width / num_heads.'
-    )
   if dense.window is not None:
     fields['sliding_window'] = dense.window
     if family != 'mistral':
@@ -431,6 +437,16 @@ def fields_of(
 def max_length(path: str | os.PathLike) -> int:
   """Returns the longest input, in tokens, of a model of Hugging Face."""
   return length_of(files.config_json(path), f'{path}/config.json')
+
+
+def unfollowed(path: str | os.PathLike) -> list[str]:
+  """Returns what a model's generation settings say that is not done here."""
+  told = paths.read_object(pathlib.Path(path) / 'generation_config.json')
+  names = [k for k, x in _GENERATION.items() if told.get(k) not in (x, None)]
+  ends = told.get('eos_token_id')
+  if isinstance(ends, list) and len(ends) > 1:
+    names.append('eos_token_id')
+  return [f'{name}={told[name]}' for name in names]
 
 
 def length_of(fields: Mapping[str, Any], where: str) -> int:

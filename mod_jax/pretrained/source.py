@@ -380,6 +380,11 @@ class _Language(_Published):
   @functools.cached_property
   def experiment(self):
     path = os.fspath(self.path)
+    if unfollowed := convert_lm.unfollowed(path):
+      logging.warning(
+        'Of the generation_config.json in %s, this is not followed: %s.',
+        *(path, '; '.join(unfollowed)),
+      )
     return self._reads(
       TextDataConfig(
         tokenizer='huggingface',

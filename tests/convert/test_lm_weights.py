@@ -155,6 +155,13 @@ def test_every_field_has_its_type(value, tmp_path):
       convert_lm.derive(folder)
 
 
+def test_a_qwen2_says_how_wide_its_heads_are():
+  config = convert_lm.derive(GOLDEN / 'qwen2')
+  config = dataclasses.replace(config, head_dim=6)
+  fields = convert_lm.fields_of(config, 64, None)
+  assert convert_lm.from_fields(fields, '') == config
+
+
 def test_what_is_not_told_is_as_in_transformers(tmp_path):
   """By the defaults of Qwen2Config, Qwen3Config and MistralConfig."""
   folder = copy('llama', tmp_path)

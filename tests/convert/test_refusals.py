@@ -219,7 +219,6 @@ TABLE = [
   ),
   (lambda t: read_lm(t, mlp_dim=21), 'down_proj'),
   (lambda t: save_lm(t, mlp='gelu'), "mlp='gelu'", "mlp='swiglu'"),
-  (lambda t: save_lm(t, qkv_bias=True), 'head_dim=4', 'width / num_heads'),
   # Vision transformers.
   (derive_cut, 'image_size', 'fetch it again'),
   (load_foreign, 'embedding/kernel', 'convert it'),
