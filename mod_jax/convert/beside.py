@@ -60,7 +60,7 @@ class _Fields:
   problem_type: str | None = None
   crop_pct: config_lib.Fraction | None = None
   crop_mode: str | None = None
-  # Others read the same arrays: timm's pooling and activation.
+  # No array shows these of timm.
   global_pool: Literal['token', ''] | None = None
   act_layer: Literal['gelu'] | None = None
   image_size: int | tuple[int, ...] | None = None
@@ -187,7 +187,7 @@ _CLIP = {
   'image_std': (0.26862954, 0.26130258, 0.27577711),
 }
 _DETR = {
-  # Whose size is another.
+  # Its size is read by `of_detector`.
   'image_mean': (0.485, 0.456, 0.406),
   'image_std': (0.229, 0.224, 0.225),
   'do_pad': True,
