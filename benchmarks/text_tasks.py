@@ -14,9 +14,9 @@ al. 2016). Documents and tasks are written to `out`.
 import json
 import pathlib
 import random
-import re
 
 from absl import flags
+from passages import held_out, paragraphs, sentences
 
 from mod_jax import cli
 from mod_jax.data import text
@@ -43,20 +43,6 @@ _TASKS = {
     'metric_list': [{'metric': 'acc'}, {'metric': 'perplexity'}],
   },
 }
-
-
-def paragraphs(content: str) -> list[str]:
-  """Returns the paragraphs of prose, each as one line."""
-  blocks = re.split(r'\n\s*\n', content)
-  # Not lists, headings, directives and examples.
-  prose = [block for block in blocks if re.match(r'\s*[A-Z]', block)]
-  lines = [' '.join(block.split()) for block in prose]
-  return [line for line in lines if len(sentences(line)) >= 2]
-
-
-def sentences(line: str) -> list[str]:
-  """Returns the sentences of a paragraph that ends with one, or nothing."""
-  return re.split(r'(?<=[.?!]) (?=[A-Z])', line) if line.endswith('.') else []
 
 
 def documents(files: list[list[str]], most: int) -> list[dict]:
@@ -91,13 +77,12 @@ def documents(files: list[list[str]], most: int) -> list[dict]:
 
 def main(_):
   config = text.TextDataConfig(source='files', files=_TEXTS.value)
-  _, held_out = text.split_files(config)
-  texts = [pathlib.Path(x.path).read_text('utf-8', 'replace') for x in held_out]
+  texts = held_out(config)
   files = list(map(paragraphs, texts))
   files = [lines for lines in files if lines]
   if len(files) < _CHOICES:
     raise UserError(
-      f'--texts={_TEXTS.value}: only {len(files)} of {len(held_out)} held-out'
+      f'--texts={_TEXTS.value}: only {len(files)} of {len(texts)} held-out'
       f' files have paragraphs of two sentences; {_CHOICES} are needed.'
     )
   out = pathlib.Path(_OUT.value)

@@ -208,6 +208,11 @@ def test_what_routed_blocks_recover(tmp_path):
 def test_ways_to_convert_a_model_are_compared(tmp_path, monkeypatch):
   monkeypatch.setenv('HOME', str(tmp_path))  # For the tokens of the texts.
   texts = f'{tiny.texts(tmp_path, **{f"t{i}": 500 for i in range(40)})}/*.txt'
+  for path in tmp_path.glob('t*.txt'):
+    with path.open('a') as file:
+      file.write(
+        '\n\nWhy is it?\n----------\n\nIt is. So it is said, again and again.\n'
+      )
   sizes = {'model.num_layers': 8, 'model.width': 12, 'model.num_heads': 2}
   sizes |= {'data.files': texts, 'data.tokenizer_vocab_size': 262}
   config = config_lib.replace(files.get_config('dense'), sizes)
@@ -232,6 +237,22 @@ def test_ways_to_convert_a_model_are_compared(tmp_path, monkeypatch):
   cells = ast.literal_eval(last)['cells']
   assert list(cells)[:2] == ['loss of held-out rows', 'training step']
   assert all(0 < cell['flop_ratio'] < 1 for cell in cells.values())
+  template = '{{ messages[0].content }}'
+  (tmp_path / 'model' / 'chat_template.jinja').write_text(template)
+  (converted,) = tmp_path.glob('runs/*feed_forward*/0')
+  drafted = run(
+    *('speculation_real', 'nosave', 'rounds=2', 'temperatures=0'),
+    *(f'model={tmp_path}/model', f'converted={converted}', f'texts={texts}'),
+    *('prompt=16', 'new=8'),
+  )
+  *_, last = drafted.strip().splitlines()
+  found = ast.literal_eval(last)
+  assert found['prompts']['chat'] == 40
+  cells = {(x['model'], x['text']): x['drafts'] for x in found['cells']}
+  assert [*cells['converted', 'prose']] == ['none', 'never, 2']
+  for drafts in cells.values():
+    assert drafts.pop('none')['tokens_of_a_pass'] == 1
+    assert all(1 <= x['tokens_of_a_pass'] <= 9 for x in drafts.values())
 
 
 def test_all_that_an_accelerator_is_asked(tmp_path):
