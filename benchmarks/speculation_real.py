@@ -37,22 +37,19 @@ _CONVERTED = flags.DEFINE_string('converted', None, 'A run that is routed.')
 _TEMPERATURES = flags.DEFINE_list('temperatures', [0.0, 1.0], 'Of sampling.')
 _PROMPT = flags.DEFINE_integer('prompt', 64, 'Tokens of each prompt, at most.')
 _NEW = flags.DEFINE_integer('new', 128, 'Tokens that are added, at most.')
-_ROUNDS = flags.DEFINE_integer('rounds', 8, 'Prompts of each kind.')
+_ROUNDS = flags.DEFINE_integer('rounds', 6, 'Prompts of each kind.')
 
 
 def drafts(config) -> dict[str, Draft | None]:
   """Returns the drafts to measure, by name."""
   if config.num_routed:
     return {'none': None, 'never, 2': Draft(kind='never', tokens=2)}
-  # No loss has trained the head at these depths.
-  exits = (config.num_layers // 3, 2 * config.num_layers // 3)
+  third = config.num_layers // 3
   return {
     'none': None,
-    **{f'lookup, {n}': Draft(kind='lookup', tokens=n) for n in (2, 4, 8)},
-    **{
-      f'first {n} blocks, 2': Draft(kind='early', layers=n, tokens=2)
-      for n in exits
-    },
+    **{f'lookup, {n}': Draft(kind='lookup', tokens=n) for n in (2, 4)},
+    # No loss has trained the head at this depth.
+    f'first {third} blocks, 2': Draft(kind='early', layers=third, tokens=2),
   }
 
 
