@@ -109,6 +109,13 @@ def conversion(found: Mapping[str, dict]) -> str:
   return markdown([*header, 'forward FLOPs over its'], rows)
 
 
+# Ways that have fewer blocks, those of least influence left out.
+DELETED = (
+  'least influence, half as many deleted',
+  'least influence, deleted',
+)
+
+
 def _converted_loss(way: str) -> str:
   """Returns the key of the loss by which a model is judged."""
   return 'without_routed_blocks' if way.endswith('deleted') else 'loss'
@@ -136,12 +143,23 @@ def converted(found: Mapping[str, dict]) -> str:
 
   Differences are to the best of the dense models that were trained on for as
   long, from the same seed. Models whose blocks are deleted are judged without
-  them.
+  them, and tell by straight lines between them what deletion loses at as many
+  FLOPs as another way takes.
   """
   models, rows = by_model(found), []
+
+  def cost(name):
+    (line, *_) = models[name].values()
+    return line['forward_flops'] / found[f'{PARENT}/0']['forward_flops']
+
   for trained, ways in converted_losses(found).items():
     best = next((x for x in ways if re.match('dense(?!, at first)', x)), PARENT)
     dense = models.get(f'{best}, {trained}', {})
+    twins = [(1.0, ways[best])]
+    for way in DELETED:
+      if way in ways:
+        twins.append((cost(f'{way}, {trained}'), ways[way]))
+    twins = sorted((x, statistics.mean(y)) for x, y in twins)
     for way in ways:
       name, length = f'{way}, {trained}', trained
       if way == PARENT:
@@ -153,7 +171,13 @@ def converted(found: Mapping[str, dict]) -> str:
         for seed, line in of_seed.items()
         if seed in dense
       ]
-      cost = runs[0]['forward_flops'] / found[f'{PARENT}/0']['forward_flops']
+      flops = cost(name)
+      of_twin = ''
+      if twins[0][0] <= flops < 1 and way not in DELETED:
+        loss = statistics.mean(ways[way]) - np.interp(
+          flops, *zip(*twins, strict=True)
+        )
+        of_twin = f'{loss:.3f}'
       rows.append(
         [
           *(way, length, str(len(runs)), over_seeds(runs, key)),
@@ -161,13 +185,15 @@ def converted(found: Mapping[str, dict]) -> str:
           over_seeds(runs, 'router_rule'),
           over_seeds(runs, 'threshold_rule'),
           over_seeds(runs, 'without_routed_blocks'),
-          f'{cost:.3f}',
+          f'{flops:.3f}',
+          of_twin,
           over_seeds(runs, 'cpu_seconds', 1 / 60, 0),
         ]
       )
   header = ['model', 'trained', 'seeds', 'nats per token', 'over dense']
   header += ['by router', 'by threshold', 'without routed blocks']
-  return markdown([*header, 'forward FLOPs of dense', 'CPU minutes'], rows)
+  header += ['forward FLOPs of dense', 'over deletion at as many']
+  return markdown([*header, 'CPU minutes'], rows)
 
 
 def recovery_name(
