@@ -158,7 +158,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
     """Returns continuations of texts, up to the first of some stop strings."""
     del disable_tqdm
     generated = {}
-    for request in requests:
+    for seed, request in enumerate(requests):
       context, gen_kwargs = request.args
       settings = lm_eval.models.utils.normalize_gen_kwargs(gen_kwargs)
       tokens = self.tok_encode(context) or [self.prefix_token_id]
@@ -179,6 +179,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
         top_p=settings.get('top_p') or 1.0,
         top_k=settings.get('top_k') or 0,
         stop=[text for text in settings['until'] if text],
+        seed=seed,  # Tasks that repeat a request want other samples.
       )
       generated[id] = ''
     for event in self._engine.run():

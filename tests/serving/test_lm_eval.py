@@ -135,6 +135,14 @@ def test_a_long_continuation_leaves_room_for_what_it_continues(
   assert empty
 
 
+def test_samples_of_a_repeated_request_differ(harness, dense):
+  _, adapter = harness
+  settings = {'do_sample': True, 'temperature': 1.0, 'max_gen_toks': 8}
+  request = types.SimpleNamespace(args=('Snow', settings))
+  model = adapter.ModJax(dense, batch_size=2)
+  assert len({*model.generate_until([request] * 4)}) == 4
+
+
 def test_texts_in_windows_are_scored_as_one_by_one(harness, dense):
   _, adapter = harness
   model = adapter.ModJax(dense, batch_size=2, max_length=8)
