@@ -32,8 +32,8 @@ class ModJax(lm_eval.api.model.TemplateLM):
   """A language model of mod_jax, with the interface of the harness.
 
   By default `rule`, the causal rule of routing, is the first that was trained,
-  and `max_length`, of a text, that of training. So many texts as `batch_size`
-  says are scored, or continued, at a time.
+  and `max_length`, of a text, the run's `default_length`. So many texts as
+  `batch_size` says are scored, or continued, at a time.
   """
 
   def __init__(
@@ -100,7 +100,9 @@ class ModJax(lm_eval.api.model.TemplateLM):
     del disable_tqdm, kwargs
     rows = []
     for _, context, continuation in requests:
-      tokens = (context + continuation)[-(self.max_length + 1) :]
+      tokens = context + continuation
+      self._warn_if_cut(len(tokens) - 1)
+      tokens = tokens[-(self.max_length + 1) :]
       rows.append((tokens, min(len(continuation), len(tokens) - 1)))
     # Batch texts of similar lengths, since batches are padded to the longest.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
@@ -131,6 +133,14 @@ class ModJax(lm_eval.api.model.TemplateLM):
       if texts is not None:
         self.cache_hook.add_partial('loglikelihood', texts, result)
     return results
+
+  def _warn_if_cut(self, length):
+    if length > self.max_length:
+      logging.log_first_n(
+        logging.WARNING,
+        'A text of %d tokens does not fit max_length=%d: texts are cut.',
+        *(1, length, self.max_length),
+      )
 
   def loglikelihood_rolling(self, requests, disable_tqdm=False):
     """Returns the log-likelihoods of whole texts, computed in windows."""
@@ -165,12 +175,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
       # New tokens may take half of the length, more after a short context.
       room = max(self.max_length - len(tokens), self.max_length // 2, 1)
       num_new = min(settings['max_gen_toks'], room)
-      if len(tokens) + settings['max_gen_toks'] > self.max_length:
-        logging.log_first_n(
-          logging.WARNING,
-          '%d tokens and %d new ones do not fit max_length=%d: they are cut.',
-          *(1, len(tokens), settings['max_gen_toks'], self.max_length),
-        )
+      self._warn_if_cut(len(tokens) + settings['max_gen_toks'])
       tokens = tokens[-(self.max_length - num_new) :]
       id = self._engine.submit(
         tokens,
@@ -202,7 +207,9 @@ def define_flags() -> None:
   flags.DEFINE_integer('num_fewshot', None, "Examples; by default the task's.")
   flags.DEFINE_integer('batch_size', 8, 'Texts that are read at a time.')
   flags.DEFINE_integer(
-    'max_length', None, "Tokens that are read; by default the model's own."
+    *('max_length', None),
+    'Tokens that are read; by default as in training, and 2,048 at most of a'
+    ' published model.',
   )
   flags.DEFINE_string(
     'rule', None, 'Causal rule; by default the first that was trained.'

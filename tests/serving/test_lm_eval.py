@@ -143,6 +143,19 @@ def test_samples_of_a_repeated_request_differ(harness, dense):
   assert len({*model.generate_until([request] * 4)}) == 4
 
 
+def test_texts_are_not_cut_without_a_word(harness, dense, monkeypatch):
+  _, adapter = harness
+  model, told = adapter.ModJax(dense, batch_size=2, max_length=8), []
+  monkeypatch.setattr(
+    adapter.logging, 'log_first_n', lambda *args: told.append(args[2:])
+  )
+  tokens = dense.encode('Snow fell all night.')[:1] * 10
+  model._loglikelihood_tokens([(None, tokens[:5], tokens[:4])])
+  assert not told  # The last token is only a target.
+  model._loglikelihood_tokens([(None, tokens[:5], tokens[:5])])
+  assert told == [(1, 9, 8)]
+
+
 def test_texts_in_windows_are_scored_as_one_by_one(harness, dense):
   _, adapter = harness
   model = adapter.ModJax(dense, batch_size=2, max_length=8)
