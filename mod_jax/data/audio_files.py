@@ -11,7 +11,6 @@ import json
 import math
 import os
 import pathlib
-import struct
 from typing import Literal
 
 import numpy as np
@@ -65,7 +64,7 @@ def _read_wave(path):
 
   try:
     rate, whole_T = wavfile.read(path)
-  except (ValueError, struct.error):
+  except Exception:  # Of damaged headers SciPy raises many types.
     return None
   samples_TC = whole_T.astype(np.float32)
   if samples_TC.ndim == 1:

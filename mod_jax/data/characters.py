@@ -115,7 +115,8 @@ class Characters:
 
 
 def _plain(text: str) -> str:
-  return unicodedata.normalize('NFC', text).replace('’', "'")
+  text = unicodedata.normalize('NFC', text).replace('’', "'")
+  return text.replace(_SPACE, ' ')
 
 
 def _is_mark(character: str) -> bool:

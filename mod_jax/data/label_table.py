@@ -95,25 +95,27 @@ def _parse(file: str):
     raise errors.UserError(f'{file!r}, line {line}: {problem}')
 
   try:
-    with open(file, encoding='utf-8-sig', newline='') as lines:
-      rows = [row for row in csv.reader(lines) if row]
+    with open(file, encoding='utf-8-sig', newline='') as text:
+      reader = csv.reader(text)
+      # With the line that each ends at, since lines may be empty.
+      rows = [(reader.line_num, row) for row in reader if row]
   except (OSError, UnicodeDecodeError, csv.Error) as e:
     raise errors.UserError(
       f'{file!r} cannot be read as CSV ({e}): save it as CSV in UTF-8'
     ) from e
-  header, *rows = rows or [[]]
-  header = [title.strip() for title in header]
+  lines, rows = zip(*rows or [(1, [])], strict=True)
+  header, lines, rows = [x.strip() for x in rows[0]], lines[1:], rows[1:]
   if not {*header[1:]} - {_SPLIT} or not rows:
     refuse(1, 'expected a header, `file` and labels, and a row per picture')
   if len(set(header)) < len(header):
     refuse(1, f'expected each title once, and there are {", ".join(header)}')
-  for line, row in enumerate(rows, 2):
+  for line, row in zip(lines, rows, strict=True):
     if len(row) != len(header):
       refuse(line, f'{len(row)} cells, where the header has {len(header)}')
   names = [row[0].strip() for row in rows]
   if len(set(names)) < len(names):
     twice = next(i for i, name in enumerate(names) if name in names[:i])
-    refuse(twice + 2, f'{names[twice]!r} stands above already: keep one row')
+    refuse(lines[twice], f'{names[twice]!r} stands above already: keep one row')
   columns = {
     title: [row[i].strip() for row in rows]
     for i, title in enumerate(header)
@@ -121,14 +123,14 @@ def _parse(file: str):
   }
   splits = columns.pop(_SPLIT, None)
   if splits is not None:
-    for line, split in enumerate(splits, 2):
+    for line, split in zip(lines, splits, strict=True):
       if split not in image_folder.SPLITS:
         expected = ', '.join(image_folder.SPLITS)
         refuse(line, f'split={split!r}: expected one of {expected}')
     splits = np.array([split != 'train' for split in splits])
   if len(columns) > 1:
     for title, cells in columns.items():
-      for line, cell in enumerate(cells, 2):
+      for line, cell in zip(lines, cells, strict=True):
         if cell not in _FLAGS:
           refuse(line, f'{title}={cell!r}: expected 0 or 1')
     classes = tuple(columns)

@@ -155,7 +155,7 @@ def test_balanced_draws_of_labels(folder):
     ('file,tags\n', 'line 1: expected a header'),
     ('file,cat,cat\na.png,1,0\n', 'line 1: expected each title once'),
     ('file,cat\na.png,1\nb.png,0\n', "two labels or more, and there is ('0'"),
-    ('file,tags\na.png,cat,dog\n', 'line 2: 3 cells, where the header has 2'),
+    ('file,tags\n\na.png,cat,dog', 'line 3: 3 cells, where the header has 2'),
     (COLUMNS.replace('b.png', 'a.png'), "line 3: 'a.png' stands above already"),
     (COLUMNS.replace('test', 'later'), "line 6: split='later': expected one"),
     (COLUMNS.replace('d.png,0', 'd.png,no'), "line 5: dog='no': expected 0 or"),
