@@ -39,7 +39,7 @@ class Images(Pictures):
   reader = images_lib
   columns = ('accuracy', 'top5', 'loss')
   main = ('loss', 'accuracy', 'top5')
-  rising = ('accuracy', 'mean_recall', 'top5', 'mAP', 'ap/.*')
+  rising = ('accuracy', 'mean_recall', 'top5')
   # A dense checkpoint fits a routed or pruned model, and vice versa.
   optional = (
     *(r'(block_\d+/)?router/.*', r'prediction_\d+/.*', r'pattern_\d+'),
@@ -51,6 +51,9 @@ class Images(Pictures):
     self.multi_label = config.data.multi_label
     if self.multi_label:
       self.columns, self.main = ('mAP', 'loss'), ('loss', 'mAP')
+      self.rising = ('mAP', 'ap/.*')
+    elif config.model.num_classes < 2 * 5:  # See `eval_sums`.
+      self.rising = ('accuracy', 'mean_recall')
 
   @functools.cached_property
   def classes(self):

@@ -146,6 +146,12 @@ REFUSED = {
   "checkpoint.best='loss' … choose one of top_k/loss": (
     lambda path: train(run(ROUTED_LM, **{'checkpoint.best': 'loss'}), path)
   ),
+  "checkpoint.best='top5' … one of loss, accuracy, mean_recall.": (
+    lambda _: make_task(run(sized(num_classes=3))).direction('top5')
+  ),
+  "checkpoint.best='mAP' … mean_recall, top5.": (
+    lambda _: make_task(run(tiny.VIT)).direction('mAP')
+  ),
   "checkpoint.best='k3/loss' … loss, accuracy": lambda path: phases.train(
     acm(changes={'init': '/no/run', 'checkpoint.best': 'k3/loss'}), path
   ),
