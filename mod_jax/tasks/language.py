@@ -32,8 +32,7 @@ class Language(Modality):
   unit, loss_unit = 'tokens', 'token'
   row = 'sequences'
   columns = ('loss', 'perplexity', 'bits_per_byte')
-  main = ('loss',)  # `accuracy` is that of routing rules.
-  rising = ('accuracy',)
+  main = ('loss',)
   falling = ('loss', 'perplexity', 'bits_per_byte')
   # A dense checkpoint fits a routed model, and vice versa.
   optional = (r'(.*/)?(router|predictor)/.*', r'moving/.*', lora.PARAMETERS)
@@ -46,6 +45,8 @@ class Language(Modality):
     """
     super().__init__(config)
     self.length = (config.data.length,)
+    # That of the rules by which tokens are routed.
+    self.rising = () if config.model.routing is None else ('accuracy',)
     self._workdir = workdir
 
   @functools.cached_property

@@ -149,6 +149,9 @@ REFUSED = {
   "checkpoint.best='top5' … one of loss, accuracy, mean_recall.": (
     lambda _: make_task(run(sized(num_classes=3))).direction('top5')
   ),
+  "checkpoint.best='accuracy' … bits_per_byte.": (
+    lambda _: make_task(run(tiny.LM)).direction('accuracy')
+  ),
   "checkpoint.best='mAP' … mean_recall, top5.": (
     lambda _: make_task(run(tiny.VIT)).direction('mAP')
   ),
