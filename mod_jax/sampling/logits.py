@@ -15,7 +15,11 @@ def check(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     '0 (the likeliest token) or a positive number',
     temperature=temperature,
   )
-  require(0 <= top_k < 2**31, '0 (no limit) to 2**31 - 1', top_k=top_k)
+  require(
+    0 <= top_k < 2**31 and not top_k % 1,
+    'a whole number from 0 (no limit) to 2**31 - 1',
+    top_k=top_k,
+  )
   require(0 < top_p <= 1, 'a probability in (0, 1]', top_p=top_p)
   require(0 <= min_p <= 1, 'a share from 0 (no limit) to 1', min_p=min_p)
 

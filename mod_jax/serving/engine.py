@@ -287,7 +287,11 @@ class Engine:
       )
     arrays, pictures = self._placed(tokens, images, kinds)
     logits_lib.check(temperature, top_k, top_p, min_p)
-    require(0 <= seed < 2**32, '0 to 2**32 - 1', seed=seed)
+    require(
+      0 <= seed < 2**32 and not seed % 1,
+      'a whole number from 0 to 2**32 - 1',
+      seed=seed,
+    )
     extras = self._checked_extras(
       frequency_penalty, presence_penalty, logit_bias or {}, num_likeliest
     )
