@@ -48,8 +48,9 @@ def read(path: str | os.PathLike, stated: int | None = None):
   if not path.is_file():
     raise paths.missing(path)
   samples_TC, rate = _read_wave(path) or _read_other(path)
-  if not len(samples_TC):
-    raise UserError(f'{path} holds no samples: leave it out, or record again.')
+  if not len(samples_TC) or not np.isfinite(samples_TC).all():
+    what = 'samples that are no numbers' if len(samples_TC) else 'no samples'
+    raise UserError(f'{path} holds {what}: leave it out, or record again.')
   if stated not in (None, rate):
     raise UserError(
       f'{path} has {rate} samples per second, and its manifest says {stated}:'

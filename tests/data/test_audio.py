@@ -7,6 +7,7 @@ import wave
 from batch_checks import assert_resumed, assert_same, joined, take
 import numpy as np
 import pytest
+from scipy.io import wavfile
 
 from mod_jax.data import audio, audio_files, formants
 from mod_jax.data.audio import AudioDataConfig
@@ -57,6 +58,9 @@ def test_refused_files(tmp_path):
       audio_files.read(tmp_path / 'a.wav')
   audio_files.write(tmp_path / 'b.wav', np.zeros(0), RATE)
   with pytest.raises(UserError, match=r'b\.wav holds no samples'):
+    audio_files.read(tmp_path / 'b.wav')
+  wavfile.write(tmp_path / 'b.wav', RATE, np.float32([0, np.nan]))
+  with pytest.raises(UserError, match=r'b\.wav holds samples that are no num'):
     audio_files.read(tmp_path / 'b.wav')
   audio_files.write(tmp_path / 'c.wav', tone(), RATE)
   with pytest.raises(UserError, match='has 8000 samples per second.*16000'):
