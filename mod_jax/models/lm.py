@@ -30,6 +30,7 @@ from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.losses.sums import Pair
 from mod_jax.models.protocol import StackedConfig, StackedOutput
+from mod_jax_kernels.attention import choice
 
 _TOKENS = 64  # Targets whose logits are computed at a time.
 
@@ -399,9 +400,15 @@ class LanguageModel(nn.Module):
     if prompt:
       x_BLD = _last(x_BLD, valid_BL)
     if targets_BL is None:
+      batch, length, _ = x_BLD.shape
+      is_row = batch == length == 1 and choice.platform() == 'cpu'
+      if is_row and config.tied_head:
+        # XLA for CPUs multiplies one row by a transposed matrix in a single
+        # thread. Two rows take a third of the time (`benchmarks/head_row.py`).
+        x_BLD = jnp.concatenate([x_BLD, x_BLD])
       logits_BLV = dense.einsum('BLD,DV->BLV', x_BLD, kernel_DV, 'float32')
       logits_BLV = parallel.constrain(
-        logits_BLV, 'batch', 'length', 'act_vocab'
+        logits_BLV[:batch], 'batch', 'length', 'act_vocab'
       )
     else:
       if weights_BL is None:
