@@ -37,7 +37,7 @@ CASES = {
     'bandwidth=1',
   ),
   'token_select': ('batch=1', 'length=64', 'width=64'),
-  'head_row': ('width=16', 'vocab=32'),
+  'one_row': ('inputs=16', 'outputs=32'),
   'serve_step': ('width=192', 'layers=2', 'vocab=300', 'slots=2', 'length=64'),
   'wav2vec2': ('width=48', 'layers=1', 'seconds=0.1', 'batches=2'),
   'vlm': ('width=64', 'layers=8', 'text=4', 'batches=1', 'prompts=1'),

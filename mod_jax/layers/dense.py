@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax.layers.quantized import Quantized
 from mod_jax.layers.slots import Slot
+from mod_jax_kernels.attention import choice
 
 
 def einsum(
@@ -33,6 +34,13 @@ def einsum(
   out_dtype = out_dtype or x.dtype
   if isinstance(kernel, Quantized):
     return kernel.product(x, out_dtype)
+  of_x, of_kernel = spec.partition('->')[0].split(',')
+  is_row = x.size == x.shape[-1] and of_x[0] not in of_kernel
+  is_slow = x.dtype == jnp.bfloat16 or of_x[-1] == of_kernel[-1]
+  if is_row and is_slow and choice.platform() == 'cpu':
+    # A single row times a matrix that is transposed, or in bfloat16, takes XLA
+    # for CPUs several times as long as two rows (`benchmarks/one_row.py`).
+    return einsum(spec, jnp.concatenate([x, x]), kernel, out_dtype, axes)[:1]
   if x.dtype == kernel.dtype:  # Then the plain product is enough.
     return jnp.einsum(spec, x, kernel, preferred_element_type=out_dtype)
   return _mixed_einsum(spec, out_dtype, axes, x, kernel)

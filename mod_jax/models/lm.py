@@ -30,7 +30,6 @@ from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.losses.sums import Pair
 from mod_jax.models.protocol import StackedConfig, StackedOutput
-from mod_jax_kernels.attention import choice
 
 _TOKENS = 64  # Targets whose logits are computed at a time.
 
@@ -388,34 +387,27 @@ class LanguageModel(nn.Module):
     norm = dense.rms_norm(config.norm_epsilon, config.dtype, 'norm')
     x_BLD = norm(output.x_BLD)
     early_features = stack_lib.collect(output.aux, 'features')
+    # Not transposed: loops over tokens would copy the table.
     if config.tied_head:
-      kernel_DV = embedding_VD.T
+      axes, kernel = 'VD', embedding_VD
     else:
-      kernel_DV = _Head((config.width, config.vocab_size), name='head')()
+      axes = 'DV'
+      kernel = _Head((config.width, config.vocab_size), name='head')()
     logits_BLV = loss = early_loss = right_BL = None
-    # Not `kernel_DV`: loops over tokens would copy the transposed table.
-    head = ('D,DV->V', kernel_DV)
-    if config.tied_head:
-      head = ('D,VD->V', embedding_VD)
     if prompt:
       x_BLD = _last(x_BLD, valid_BL)
     if targets_BL is None:
-      batch, length, _ = x_BLD.shape
-      is_row = batch == length == 1 and choice.platform() == 'cpu'
-      if is_row and config.tied_head:
-        # XLA for CPUs multiplies one row by a transposed matrix in a single
-        # thread. Two rows take a third of the time (`benchmarks/head_row.py`).
-        x_BLD = jnp.concatenate([x_BLD, x_BLD])
-      logits_BLV = dense.einsum('BLD,DV->BLV', x_BLD, kernel_DV, 'float32')
+      logits_BLV = dense.einsum(f'BLD,{axes}->BLV', x_BLD, kernel, 'float32')
       logits_BLV = parallel.constrain(
-        logits_BLV[:batch], 'batch', 'length', 'act_vocab'
+        logits_BLV, 'batch', 'length', 'act_vocab'
       )
     else:
       if weights_BL is None:
         weights_BL = jnp.ones(targets_BL.shape, jnp.float32)
+      kernel_DV = kernel.T if config.tied_head else kernel
       loss = losses.head_loss(x_BLD, kernel_DV, targets_BL, weights_BL)
       if not self.mode.train:
-        right_BL = _right(x_BLD, *head, targets_BL)
+        right_BL = _right(x_BLD, f'D,{axes}->V', kernel, targets_BL)
       for early_BLD in early_features.values():
         early_loss = losses.head_loss(
           norm(early_BLD), kernel_DV, targets_BL, weights_BL

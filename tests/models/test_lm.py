@@ -481,17 +481,3 @@ def test_padding_may_hold_any_number_and_arrays_be_numpys(routing):
   model = LanguageModel(dataclasses.replace(CONFIG, routing=routing))
   tokens_BL = np.where(VALID_BL, TOKENS_BL, -7)
   jax.eval_shape(lambda: model.apply(VARIABLES, tokens_BL, valid_BL=VALID_BL))
-
-
-@pytest.mark.parametrize('tied', [True, False])
-def test_the_head_of_a_single_row(tied):
-  """XLA for CPUs is slow where one row meets a transposed matrix."""
-  config = dataclasses.replace(CONFIG, tied_head=tied)
-  variables = tiny.variables(config)
-  call = functools.partial(config.build().apply, variables)
-  tokens_BL = jnp.array([[3], [5]])
-  one, two = (jax.jit(call)(x).logits_BLV for x in (tokens_BL[:1], tokens_BL))
-  np.testing.assert_allclose(one, two[:1], rtol=1e-5, atol=1e-6)
-  rows = 2 if tied else 1
-  product = f'f32[{rows},1,{config.vocab_size}] = dot_general'
-  assert product in str(jax.make_jaxpr(call)(tokens_BL[:1]))
