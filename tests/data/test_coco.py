@@ -83,7 +83,7 @@ def test_batches_are_padded_and_count_each_picture_once(tmp_path):
   (batch,) = detection.eval_batches(config(write(tmp_path)), batch_size=3)
   assert batch['weight'].tolist() == [1, 1, 0]
   # The longer side fits, the other keeps the aspect ratio.
-  assert batch['size'][:2].tolist() == [[10, 20], [20, 7]]
+  assert batch['size'][:2].tolist() == [[10, 20], [20, 6]]
   assert batch['label'][:2].tolist() == [[7, 3, -1], [-1, -1, -1]]
   image = batch['image'][1]
   assert np.abs(image[:20, :7]).min(axis=-1).max() > 0
