@@ -295,36 +295,6 @@ def speculation():
 
 
 @table
-def speculation_real():
-  """What drafts add to a pass of a real model, and the speed they bring."""
-  cells = measured('speculation_real')['cells']
-  texts = list(dict.fromkeys(cell['text'] for cell in cells))
-  found = {
-    (c['model'], c['temperature'], c['text']): c['drafts'] for c in cells
-  }
-  rows = []
-  for model, temperature in dict.fromkeys(key[:2] for key in found):
-    by_text = [found[model, temperature, text] for text in texts]
-    for draft in by_text[0]:
-      if draft != 'none':
-        of_draft = [drafts[draft] for drafts in by_text]
-        rows.append(
-          [
-            *(model, f'{temperature:g}', draft),
-            *(f'{x["tokens_of_a_pass"]:.2f}' for x in of_draft),
-            *(
-              f'{x["speedup"]:.2f} ({between(*x["quartiles"])})'
-              for x in of_draft
-            ),
-          ]
-        )
-  header = ['model', 'temperature', 'draft']
-  header += [f'tokens of a pass: {text}' for text in texts]
-  header += [f'speed: {text}' for text in texts]
-  return markdown(header, rows)
-
-
-@table
 def head_loss():
   """The loss in chunks over the plain one, by vocabulary."""
   rows = []
