@@ -39,7 +39,7 @@ def einsum(
   is_slow = x.dtype == jnp.bfloat16 or of_x[-1] == of_kernel[-1]
   if is_row and is_slow and choice.platform() == 'cpu':
     # A single row times a matrix that is transposed, or in bfloat16, takes XLA
-    # for CPUs several times as long as two rows (`benchmarks/one_row.py`).
+    # for CPUs up to three times as long as two (`benchmarks/one_row.py`).
     return einsum(spec, jnp.concatenate([x, x]), kernel, out_dtype, axes)[:1]
   if x.dtype == kernel.dtype:  # Then the plain product is enough.
     return jnp.einsum(spec, x, kernel, preferred_element_type=out_dtype)
