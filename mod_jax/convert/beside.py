@@ -125,7 +125,7 @@ def of_detector(folder: pathlib.Path) -> dict[str, Any]:
   told = _processor(fields, 'detr')
   unfollowed, pictures = [*told['unfollowed']], told['pictures']
   if pictures['resample'] != Image.Resampling.BILINEAR:
-    unfollowed.append(f'resample={fields["resample"]}')
+    unfollowed.append(f'resample={pictures["resample"]}')
   found = {'short_side': 800, 'image_size': (1333, 1333)}
   found |= {name: pictures[name] for name in ('mean', 'std')}
   if isinstance(size, int):  # As older versions of transformers wrote it.

@@ -39,7 +39,6 @@ class Images(Pictures):
   reader = images_lib
   columns = ('accuracy', 'top5', 'loss')
   main = ('loss', 'accuracy', 'top5')
-  rising = ('accuracy', 'mean_recall', 'top5')
   # A dense checkpoint fits a routed or pruned model, and vice versa.
   optional = (
     *(r'(block_\d+/)?router/.*', r'prediction_\d+/.*', r'pattern_\d+'),
@@ -52,8 +51,15 @@ class Images(Pictures):
     if self.multi_label:
       self.columns, self.main = ('mAP', 'loss'), ('loss', 'mAP')
       self.rising = ('mAP', 'ap/.*')
-    elif config.model.num_classes < 2 * 5:  # See `eval_sums`.
-      self.rising = ('accuracy', 'mean_recall')
+    else:
+      self.rising = (*self._top_k, 'mean_recall')
+
+  @property
+  def _top_k(self) -> dict[str, int]:
+    """The k of each top-k accuracy: of few classes, top-5 would be trivial."""
+    num_classes = self.config.model.num_classes
+    ranks = {'accuracy': 1, 'top5': 5}
+    return {name: k for name, k in ranks.items() if 2 * k <= num_classes}
 
   @functools.cached_property
   def classes(self):
@@ -129,12 +135,8 @@ class Images(Pictures):
       'loss': self._loss(logits_BV, target_BV, weight_B),
       ROWS: Rows((rows,)),
     }
-    for name, k in (('accuracy', 1), ('top5', 5)):
-      # With few classes, top-5 accuracy would be trivial.
-      if 2 * k <= logits_BV.shape[-1]:
-        metric_sums[name] = losses.top_k_accuracy(
-          logits_BV, label_B, k, weight_B
-        )
+    for name, k in self._top_k.items():
+      metric_sums[name] = losses.top_k_accuracy(logits_BV, label_B, k, weight_B)
     return metric_sums
 
   def of_rows(self, rows):

@@ -110,6 +110,7 @@ def test_a_single_number_is_the_shorter_side_of_clip(tmp_path, kind):
     ({'do_normalize': False}, {'mean': (0.0,) * 3, 'std': (1.0,) * 3}),
     ({'do_resize': False}, {}),
     ({'resample': 3}, {}),
+    ({'image_processor_type': 'CLIPImageProcessor'}, {}),
     (
       {'size': 600, 'max_size': 900},
       {'short_side': 600, 'image_size': (900, 900)},
@@ -118,7 +119,8 @@ def test_a_single_number_is_the_shorter_side_of_clip(tmp_path, kind):
   ],
 )
 def test_pictures_of_a_detector(tmp_path, fields, expected, caplog):
-  fields |= {'image_processor_type': 'DetrImageProcessor', 'do_pad': True}
+  of_detr = {'image_processor_type': 'DetrImageProcessor', 'do_pad': True}
+  fields = of_detr | fields
   (tmp_path / 'preprocessor_config.json').write_text(json.dumps(fields))
   assert expected.items() <= beside.of_detector(tmp_path).items()
   assert ('not followed' in caplog.text) == (not expected)

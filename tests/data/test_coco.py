@@ -86,8 +86,8 @@ def test_batches_are_padded_and_count_each_picture_once(tmp_path):
   assert batch['size'][:2].tolist() == [[10, 20], [20, 6]]
   assert batch['label'][:2].tolist() == [[7, 3, -1], [-1, -1, -1]]
   image = batch['image'][1]
-  assert np.abs(image[:20, :7]).min(axis=-1).max() > 0
-  assert not image[:, 7:].any()
+  assert np.abs(image[:20, :6]).min(axis=-1).max() > 0
+  assert not image[:, 6:].any()
 
 
 def test_a_mirrored_picture_has_mirrored_boxes(tmp_path):

@@ -97,11 +97,11 @@ def test_choices(client, alone):
   assert [choice.text for choice in found.choices] == [c.text for c in expected]
   assert [choice.index for choice in found.choices] == list(range(6))
   assert len({choice.text for choice in found.choices}) > 3
-  # Without a seed each has its own, also where prompts are equal. Some texts
-  # may still be equal, of bytes that are no characters.
-  unseeded = TEXT | {'prompt': ['how'] * 4, 'seed': None}
+  # Without a seed each has its own, also where prompts are equal. Texts may be
+  # equal by chance, as bytes that are no characters look alike.
+  unseeded = TEXT | {'prompt': ['how'] * 4, 'seed': None, 'logprobs': 0}
   choices = client.completions.create(**unseeded).choices
-  assert len({choice.text for choice in choices}) > 1
+  assert len({tuple(x.logprobs.token_logprobs) for x in choices}) == 4
   # Prompts count once.
   assert found.usage.prompt_tokens == len('how') + len('are you')
   assert found.usage.completion_tokens == sum(len(c.tokens) for c in expected)

@@ -152,7 +152,7 @@ REFUSED = {
   "checkpoint.best='accuracy' … bits_per_byte.": (
     lambda _: make_task(run(tiny.LM)).direction('accuracy')
   ),
-  "checkpoint.best='mAP' … mean_recall, top5.": (
+  "checkpoint.best='mAP' … top5, mean_recall.": (
     lambda _: make_task(run(tiny.VIT)).direction('mAP')
   ),
   "checkpoint.best='k3/loss' … loss, accuracy": lambda path: phases.train(
