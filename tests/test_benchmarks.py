@@ -362,18 +362,19 @@ def test_a_gpu_decodes_without_waiting():
   assert not any(waits.values())
 
 
-def test_int8_on_an_odd_number_of_texts(tmp_path):
+def test_loss_by_smaller_weights_on_an_odd_number_of_texts(tmp_path):
   config = tiny.experiment(**{'model.width': 32, 'model.mlp_dim': 32})
   params = tiny.variables(config.model)['params']
   tiny.save_run(tmp_path / 'model', config, params)
   tiny.texts(tmp_path, a=20, b=20, c=20, d=20, e=20)
   out = run(
-    *('int8_loss', 'nosave', f'model={tmp_path / "model"}', 'length=8'),
+    *('dtype_loss', 'nosave', f'model={tmp_path / "model"}', 'length=8'),
     f'texts={tmp_path}/*.txt',
   )
   found = ast.literal_eval(out.splitlines()[-1])
   assert found['tokens'] == 4 * 8
-  assert found['bytes_over_float32'] < 1
+  sizes = [found[x]['bytes_over_float32'] for x in ('int8', 'bfloat16')]
+  assert 0 < sizes[0] < sizes[1] < 1
 
 
 def test_parts_of_a_step_by_the_names_of_kernels_and_operations():

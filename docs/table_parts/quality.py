@@ -8,7 +8,7 @@ import machine
 from machine import markdown
 import study_tables
 
-from table_parts.common import measured, studied, table
+from table_parts.common import studied, table
 from table_parts.laptop import laptop_fit
 
 
@@ -359,15 +359,3 @@ def vlm_scenes_kinds():
 def detection_scenes():
   """Detection on scenes, dense and routed."""
   return study_tables.detection(studied('detection_scenes'))
-
-
-@table
-def int8_loss():
-  """What int8 weights cost a real model."""
-  results = measured('int8_loss')
-  return (
-    f'{results["model"]} then takes {results["bytes_over_float32"]:.2f} of the'
-    f' memory, and on {results["tokens"]:,} tokens of this documentation has'
-    f' {results["int8_more"]:.4f} ± {results["standard_error"]:.4f} nats per'
-    ' token more (`benchmarks/int8_loss.py`).'
-  )

@@ -219,18 +219,22 @@ def _real_words() -> str:
 
 
 @table
-def decode_int8():
-  """What weights in int8 do to the speed of a real model."""
-  results = measured('decode_real')
-  speedups = ', '.join(
-    f'{cell["int8"]["speedup"]:.2f} ({cell["batch"]})'
-    for cell in results['cells']
-  )
-  return (
-    f'On two CPU cores it makes nothing faster: {results["model"]} then'
-    f' generates {speedups} times as fast as in float32, for as many sequences'
-    ' as stand in brackets (`benchmarks/decode_real.py`).'
-  )
+def smaller_weights():
+  """What smaller weights of a real model cost, and the speed they bring."""
+  losses, cells = measured('dtype_loss'), measured('decode_real')['cells']
+  rows = []
+  for dtype in ('bfloat16', 'int8'):
+    one = losses[dtype]
+    rows.append(
+      [
+        *(f'`{dtype}`', f'{one["bytes_over_float32"]:.2f}'),
+        f'{one["more"]:+.4f} ± {one["standard_error"]:.4f}',
+        *(f'{cell[dtype]["speedup"]:.2f}' for cell in cells),
+      ]
+    )
+  header = ['`dtype`', 'memory', f'loss on {losses["tokens"]:,} tokens']
+  header += [f'speed, {cell["batch"]}' for cell in cells]
+  return markdown(header, rows)
 
 
 @table
@@ -256,7 +260,12 @@ def decode_real():
   """A real model's text, its first calls and its memory, beside PyTorch's."""
   rows = []
   for cell in measured('decode_real')['cells']:
-    names = {'mod_jax': 'mod_jax', 'int8': 'mod_jax, int8', 'torch': 'PyTorch'}
+    names = {
+      'mod_jax': 'mod_jax',
+      'bfloat16': 'mod_jax, bfloat16',
+      'int8': 'mod_jax, int8',
+      'torch': 'PyTorch',
+    }
     for library, name in names.items():
       one = cell[library]
       rows.append(
@@ -291,6 +300,36 @@ def speculation():
       )
   header = ['temperature', 'draft', 'tokens of a pass']
   header += [f'{n} sequence{"s" * (n > 1)}' for n in batches]
+  return markdown(header, rows)
+
+
+@table
+def speculation_real():
+  """What drafts add to a pass of a real model, and the speed they bring."""
+  cells = measured('speculation_real')['cells']
+  texts = list(dict.fromkeys(cell['text'] for cell in cells))
+  found = {
+    (c['model'], c['temperature'], c['text']): c['drafts'] for c in cells
+  }
+  rows = []
+  for model, temperature in dict.fromkeys(key[:2] for key in found):
+    by_text = [found[model, temperature, text] for text in texts]
+    for draft in by_text[0]:
+      if draft != 'none':
+        of_draft = [drafts[draft] for drafts in by_text]
+        rows.append(
+          [
+            *(model, f'{temperature:g}', draft),
+            *(f'{x["tokens_of_a_pass"]:.2f}' for x in of_draft),
+            *(
+              f'{x["speedup"]:.2f} ({between(*x["quartiles"])})'
+              for x in of_draft
+            ),
+          ]
+        )
+  header = ['model', 'temperature', 'draft']
+  header += [f'tokens of a pass: {text}' for text in texts]
+  header += [f'speed: {text}' for text in texts]
   return markdown(header, rows)
 
 

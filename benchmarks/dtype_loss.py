@@ -1,6 +1,6 @@
-"""What weights in int8 cost a language model, in nats per token.
+"""What smaller weights cost a language model, in nats per token.
 
-    python benchmarks/int8_loss.py --model=FOLDER --texts='docs/**/*.md'
+    python benchmarks/dtype_loss.py --model=FOLDER --texts='docs/**/*.md'
 
 FOLDER is a language model of Hugging Face, such as SmolLM2-135M. Rows are the
 beginnings of the texts. Differences are paired by batch. The result is written
@@ -40,7 +40,7 @@ def rows(run) -> np.ndarray:
 
 def main(_):
   losses, nbytes = {}, {}
-  for dtype in (None, 'int8'):
+  for dtype in (None, 'bfloat16', 'int8'):
     run = mod_jax.load(_MODEL.value, dtype=dtype)
     if dtype is None:
       tokens_BL = rows(run)
@@ -49,17 +49,22 @@ def main(_):
       for batch in jnp.split(jnp.asarray(tokens_BL), len(tokens_BL) // _BATCH)
     ]
     nbytes[dtype] = sum(x.nbytes for x in jax.tree.leaves(run.variables))
-  difference = np.subtract(losses['int8'], losses[None])
-  error = difference.std(ddof=1) / np.sqrt(len(difference))
+  float32 = losses.pop(None)
   results = {
     'model': pathlib.Path(_MODEL.value).name,
     'texts': _TEXTS.value,
     'tokens': int(tokens_BL.size),
-    'loss': float(np.mean(losses[None])),
-    'int8_more': float(difference.mean()),
-    'standard_error': float(error),
-    'bytes_over_float32': nbytes['int8'] / nbytes[None],
+    'loss': float(np.mean(float32)),
   }
+  for dtype, values in losses.items():
+    difference = np.subtract(values, float32)
+    results[dtype] = {
+      'more': float(difference.mean()),
+      'standard_error': float(
+        difference.std(ddof=1) / np.sqrt(len(difference))
+      ),
+      'bytes_over_float32': nbytes[dtype] / nbytes[None],
+    }
   results_lib.save(__file__, results)
 
 
