@@ -125,7 +125,10 @@ class Tokenizer(abc.ABC):
     the space before the first word.
     """
     before = [*before][-CONTEXT:]
-    text, whole = self.decode(before), self.decode([*before, *ids])
+    # Where bytes are tokens, a part of a character spoils all that follow.
+    while (text := self.decode(before)).startswith(REPLACEMENT):
+      before = before[1:]
+    whole = self.decode([*before, *ids])
     # `before` may end within a character that `ids` complete.
     return whole[len(text) :] if whole.startswith(text) else self.decode(ids)
 

@@ -35,7 +35,9 @@ class TextStream:
         # The first bytes are no character, or this one; the next may begin one.
         text = self._decoded(1)
         count = max(n for n in range(1, count) if self._decoded(n) == text)
-      self._before = self._tokens[:count][-tokenizers.CONTEXT :]
+      # A special token has no text, so that alone it would begin a new one.
+      kept = [] if text else self._before
+      self._before = [*kept, *self._tokens[:count]][-tokenizers.CONTEXT :]
       del self._tokens[:count]
       new_text += text
     return self._release(new_text)

@@ -12,6 +12,7 @@ import sentencepiece
 import tokenizers as hf
 
 from mod_jax.data import tokenizers
+from mod_jax.serving.text_stream import TextStream
 
 CORPUS = [
   'the cat sat on the mat, and the dog sat on the log.',
@@ -133,14 +134,25 @@ def test_a_chat_beside_it_changes_no_text(hf_path):
 
 def test_text_after_a_text(sp_path, hf_path):
   # This one leaves out the space before a text, as those of Llama 2 do.
-  words = hf.Tokenizer(hf.models.WordLevel({'▁the': 0, '▁sat': 1}, '▁the'))
+  rare = [f'<0x{byte:02X}>' for byte in '漢字'.encode()]
+  vocab = {'▁the': 0, '▁sat': 1} | {x: i for i, x in enumerate(rare, 2)}
+  words = hf.Tokenizer(hf.models.WordLevel(vocab, '▁the'))
+  words.add_special_tokens(['<fim>'])
   words.pre_tokenizer = hf.pre_tokenizers.Metaspace()
-  words.decoder = hf.decoders.Metaspace()
+  words.decoder = hf.decoders.Sequence(
+    [hf.decoders.ByteFallback(), hf.decoders.Metaspace()]
+  )
   path = hf_path.parent / 'words.json'
   words.save(str(path))
   tok = tokenizers.make('huggingface', str(path))
   assert tok.decode([1]) == tok.decode_after([], [1]) == 'sat'
   assert tok.decode_after([0], [1]) == ' sat'
+  # The last four tokens begin within a character.
+  ids = [vocab[byte] for byte in rare]
+  assert tok.decode_after(ids, ids) == '漢字'
+  stream = TextStream(tok, [], ())
+  pieces = [stream.add(i) for i in (0, words.token_to_id('<fim>'), 1)]
+  assert pieces == ['the', '', ' sat']
   for tok in all_kinds(sp_path, hf_path):
     for before, after in (('the cat', ' sat é'), ('the', ''), ('', 'cat')):
       ids = tok.encode(before), tok.encode(after)
