@@ -106,7 +106,7 @@ class _Fixed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rope:
-  """Fields of `rope_parameters`, or `rope_scaling` in older files."""
+  """Fields of `rope_scaling` or, in newer files, of `rope_parameters`."""
 
   rope_type: Literal['default', 'linear', 'llama3'] = 'default'
   rope_theta: float = 10_000.0
@@ -114,6 +114,7 @@ class _Rope:
   low_freq_factor: float | None = None
   high_freq_factor: float | None = None
   original_max_position_embeddings: config_lib.Size | None = None
+  partial_rotary_factor: Literal[1, 1.0] | None = None
 
   @property
   def scaling(self) -> RopeScaling | None:
@@ -203,7 +204,7 @@ def _read_config(
   config_lib.from_known(
     _Fixed, fields, f'{where} has a setting that is not supported'
   )
-  rope = fields.get('rope_parameters') or fields.get('rope_scaling') or {}
+  rope = fields.get('rope_scaling') or fields.get('rope_parameters') or {}
   if not isinstance(rope, dict):
     raise UserError(
       f'{where}: the scaling of rotary positions is {rope!r}; expected an'

@@ -140,13 +140,16 @@ WINDOW_OF_SOME = {
   **{'max_window_layers': 1, 'layer_types': None},
 }
 YARN = {'rope_type': 'yarn', 'factor': 2.0}
+HALF = {'partial_rotary_factor': 0.5}
 # Folders whose config says what is not computed here.
 FOLDERS = [
   (lm, 'lm/llama', {'model_type': 'gpt_neox'}, "'gpt_neox'", 'expected llama'),
   (lm, 'lm/llama', {'hidden_act': 'relu'}, "hidden_act='relu'", "'silu'"),
   (lm, 'lm/llama', {'attention_bias': True}, 'attention_bias=True', 'expected'),
   (lm, 'lm/llama', {'quantization_config': {}}, 'quantization_config'),
-  (lm, 'lm/llama', {'rope_parameters': YARN}, "rope_type='yarn'"),
+  # Its `rope_parameters` say less than what somebody has added.
+  (lm, 'lm/llama', {'rope_scaling': YARN}, "rope_type='yarn'"),
+  (lm, 'lm/llama', {'rope_parameters': HALF}, 'partial_rotary_factor=0.5'),
   (lm, 'lm/llama', WINDOW_OF_SOME, 'some layers', 'the same for all'),
   (detr, 'detr', {'encoder_attention_heads': 4}, 'encoder_attention_heads'),
   (detr, 'detr', {'activation_function': 'gelu'}, "activation_function='gelu'"),
