@@ -142,7 +142,8 @@ def test_every_field_has_its_type(value, tmp_path):
   """A wrong value is a sentence; those that are right there are taken."""
   folder = copy('llama', tmp_path)
   fields = json.loads((folder / 'config.json').read_text())
-  for key in [*fields, 'rope_scaling', 'layer_types', 'sliding_window']:
+  fields |= dict.fromkeys(('rope_scaling', 'layer_types', 'sliding_window'))
+  for key in fields:
     for family in convert_lm.FAMILIES:
       edit(folder, **fields | {'model_type': family, key: value})
       with contextlib.suppress(UserError):
