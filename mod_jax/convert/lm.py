@@ -7,6 +7,7 @@ rotary channels (two halves) is the same as ours, so nothing is permuted.
 """
 
 from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -22,7 +23,7 @@ from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert.arrays import Entry
 from mod_jax.convert.files import Lazy
-from mod_jax.data.tokenizers import Tokenizer
+from mod_jax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from mod_jax.errors import UserError
 from mod_jax.layers.rope import RopeScaling
 from mod_jax.models import lm
@@ -445,8 +446,10 @@ def unfollowed(path: str | os.PathLike) -> list[str]:
   told = paths.read_object(pathlib.Path(path) / 'generation_config.json')
   names = [k for k, x in _GENERATION.items() if told.get(k) not in (x, None)]
   ends = told.get('eos_token_id')
-  if isinstance(ends, list) and len(ends) > 1:
-    names.append('eos_token_id')
+  with contextlib.suppress(UserError):  # There may be no tokenizer.
+    ends = ends if isinstance(ends, list) else [ends]
+    if ends not in ([None], [HuggingFaceTokenizer(path).eos_id]):
+      names.append('eos_token_id')
   return [f'{name}={told[name]}' for name in names]
 
 

@@ -72,15 +72,17 @@ def test_a_recogniser_says_its_rate(tmp_path):
   assert Source.open(folder).experiment.data.rate == 8000
 
 
+@pytest.mark.parametrize('ends', [[2, 3], 3])
 def test_settings_of_generation_that_are_not_followed_are_told(
-  tmp_path, caplog
+  ends, tmp_path, caplog
 ):
-  folder = shutil.copytree(GOLDEN / 'lm' / 'llama', tmp_path / 'model')
-  told = {'num_beams': 1, 'temperature': 0.7, 'eos_token_id': [2, 3]}
+  folder = shutil.copytree(GOLDEN / 'lm_eval' / 'model', tmp_path / 'model')
+  told = {'num_beams': 1, 'temperature': 0.7, 'eos_token_id': ends}
   told |= {'repetition_penalty': 1.1, 'suppress_tokens': None}
   (folder / 'generation_config.json').write_text(json.dumps(told))
   _ = Source.open(folder).experiment
-  assert 'followed: repetition_penalty=1.1; eos_token_id=[2, 3].' in caplog.text
+  said = f'followed: repetition_penalty=1.1; eos_token_id={ends}.'
+  assert said in caplog.text
 
 
 VISION = {
