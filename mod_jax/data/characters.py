@@ -36,7 +36,10 @@ class Characters:
 
   @classmethod
   def read(cls, path: str | os.PathLike) -> 'Characters':
-    """Reads a `vocab.json`, an object from symbols to labels."""
+    """Reads a `vocab.json`, an object from symbols to labels.
+
+    A space of another name is that of the `tokenizer_config.json` beside it.
+    """
     path = pathlib.Path(path).expanduser()
     if not path.is_file():
       raise paths.missing(path)
@@ -48,7 +51,18 @@ class Characters:
         f'{path} is no vocabulary: expected an object from characters to 0, 1'
         ' and so on.'
       )
-    return cls(tuple(sorted(label_of, key=label_of.get)))
+    told, config = (
+      paths.read_object(path.parent / file)
+      for file in ('tokenizer_config.json', 'config.json')
+    )
+    space = told.get('word_delimiter_token')
+    symbols = sorted(label_of, key=label_of.get)
+    if (blank := config.get('pad_token_id')) and not {*_BLANKS} & {*symbols}:
+      raise UserError(
+        f'{path} has no {_BLANKS[0]!r}, and the config.json beside it says that'
+        f' the blank is {blank}: name the symbol of that label so.'
+      )
+    return cls(tuple(_SPACE if x == space else x for x in symbols))
 
   @property
   def blank(self) -> int:
