@@ -68,6 +68,7 @@ class _Backbone:
   hidden_act: Literal['relu'] = 'relu'
   downsample_in_first_stage: Literal[False] = False
   downsample_in_bottleneck: Literal[False] = False
+  output_stride: Literal[32] | None = None  # Of timm; less is dilated.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,8 @@ class _Fields:
   # None with a backbone of its own, by transformers 4.
   dilation: Literal[False] | None = False
   num_channels: Literal[3] = 3
+  # Else transformers norms the features between the decoder's layers, too.
+  auxiliary_loss: Literal[False] = False
 
 
 # A file with it has the backbone of timm.
@@ -154,8 +157,9 @@ def derive(path: str | os.PathLike) -> DETRConfig:
   where = f'{path}/config.json'
   fields = files.config_json(path)
   told = config_lib.from_known(_Fields, fields, where)
-  if isinstance(backbone := fields.get('backbone_config'), dict):
-    config_lib.from_known(_Backbone, backbone, f'{where}: backbone_config')
+  for name in ('backbone_config', 'backbone_kwargs'):
+    if isinstance(backbone := fields.get(name), dict):
+      config_lib.from_known(_Backbone, backbone, f'{where}: {name}')
   heads = told.encoder_attention_heads
   if told.decoder_attention_heads != heads:
     raise UserError(

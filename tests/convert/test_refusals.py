@@ -157,6 +157,8 @@ FOLDERS = [
   (wav2vec2, 'wav2vec2/layer', {'layer_norm_eps': 0.01}, 'layer_norm_eps='),
   (detr, 'detr', {'encoder_attention_heads': [4]}, 'expected an integer'),
   (detr, 'detr', {'backbone_config': {'hidden_act': 'gelu'}}, 'hidden_act='),
+  (detr, 'detr', {'backbone_kwargs': {'output_stride': 16}}, 'output_stride='),
+  (detr, 'detr', {'auxiliary_loss': True}, 'auxiliary_loss=True'),
   (clip, 'vlm/clip', {'hidden_act': 'gelu'}, 'hidden_act', 'quick_gelu'),
   (clip, 'vlm/clip', {'vision_config': None}, 'vision_config=None'),
   (
