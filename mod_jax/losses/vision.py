@@ -18,7 +18,7 @@ def classification_loss(
   `target_BV` are probabilities of the classes: one-hot, smoothed or mixed.
   `weight_B` is 0 for images that only pad a batch. With `class_weight_V`, an
   image counts as much as its class, so that the quotient is a weighted mean, as
-  PyTorch's `CrossEntropyLoss` has it.
+  PyTorch's `CrossEntropyLoss` has it of targets that are not smoothed.
   """
   target_BV = target_BV.astype(jnp.float32)
   if class_weight_V is not None:
