@@ -445,11 +445,10 @@ def unfollowed(path: str | os.PathLike) -> list[str]:
   """Returns what a model's generation settings say that is not done here."""
   told = paths.read_object(pathlib.Path(path) / 'generation_config.json')
   names = [k for k, x in _GENERATION.items() if told.get(k) not in (x, None)]
-  ends = told.get('eos_token_id')
-  with contextlib.suppress(UserError):  # There may be no tokenizer.
-    ends = ends if isinstance(ends, list) else [ends]
-    if ends not in ([None], [HuggingFaceTokenizer(path).eos_id]):
-      names.append('eos_token_id')
+  if (ends := told.get('eos_token_id')) is not None:
+    with contextlib.suppress(UserError):  # There may be no tokenizer.
+      if ends not in ((end := HuggingFaceTokenizer(path).eos_id), [end]):
+        names.append('eos_token_id')
   return [f'{name}={told[name]}' for name in names]
 
 
