@@ -22,7 +22,7 @@ from table_parts.common import ROOT, TABLES
 
 from mod_jax.errors import UserError
 
-for _part in ('speed', 'gpu', 'quality', 'laptop', 'cost', 'proof'):
+for _part in ('speed', 'decoding', 'gpu', 'quality', 'laptop', 'cost', 'proof'):
   importlib.import_module(f'table_parts.{_part}')
 
 _START = re.compile(r'^<!-- table: (.*) -->$', re.MULTILINE)

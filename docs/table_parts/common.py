@@ -33,3 +33,7 @@ def read_csv(path: str) -> list[dict[str, str]]:
   """Returns the rows of a file below `results/`."""
   with (ROOT / 'results' / path).open() as file:
     return list(csv.DictReader(file))
+
+
+def between(low: float, high: float, digits: int = 3) -> str:
+  return f'{low:.{digits}f}–{high:.{digits}f}'

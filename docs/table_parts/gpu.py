@@ -8,8 +8,7 @@ from machine import markdown
 from mod_jax import flops
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models import vit
-from table_parts.common import ROOT, table
-from table_parts.speed import between
+from table_parts.common import ROOT, between, table
 
 DENSE = vit.deit_small()
 AMOD = vit.deit_small(routing=VisionRoutingConfig(capacity=0.5))
