@@ -5,12 +5,16 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 from command_line import ROOT, assert_refused, overrides, run
 import pytest
 import tiny
 
+from mod_jax.errors import UserError
 from mod_jax.runs import metrics as metrics_lib
+from mod_jax.scripts import eval as eval_script
+from mod_jax.tasks import make_task
 
 pytestmark = pytest.mark.slow
 
@@ -167,6 +171,13 @@ class TestEval:
     ended = run('eval.py', f'--workdir={workdir}', '--noevaluate', *args)
     assert_refused(ended, pattern)
     assert tiny.snapshot(workdir) == before
+
+
+def test_room_in_caches_needs_a_causal_rule(monkeypatch):
+  args = types.SimpleNamespace(rule=None, overflow='drop')
+  monkeypatch.setattr(eval_script.flags, 'FLAGS', args)
+  with pytest.raises(UserError, match='no causal rule; leave --overflow out'):
+    eval_script._sample(make_task(tiny.experiment()), None)
 
 
 def test_in_a_process_of_its_own(tmp_path):

@@ -126,6 +126,11 @@ def _sample(task, trained):
     kwargs['mode'] = language.config.model.routing_mode(
       args.rule or rules[0], overflow=args.overflow
     )
+  elif args.overflow != 'exact':
+    raise UserError(
+      f'--overflow={args.overflow}: this model was trained for no causal rule;'
+      ' leave --overflow out.'
+    )
   texts = language.sample(
     trained.params,
     trained.model_state,
