@@ -53,15 +53,19 @@ class DetectionPreprocess:
     """Returns an RGB picture resized, with its aspect ratio."""
     short_side = short_side or self.short_side
     sides = image.height, image.width
-    factor = min(
-      limit / side for limit, side in zip(self.image_size, sides, strict=True)
-    )
+    low, square = min(sides), len(set(self.image_size)) == 1
+    limits = [*zip(self.image_size, sides, strict=True)]
+    short = min(limit * low / side for limit, side in limits)
     # Rounded as by transformers.
-    if short_side is not None and short_side <= factor * min(sides):
-      height, width = (short_side * side // min(sides) for side in sides)
+    if short_side is not None and (square or short_side <= short):
+      short = min(short_side, short)
+      height, width = (
+        max(1, round(short)) if side == low else int(short * side / low)
+        for side in sides
+      )
     else:
-      whole = int if short_side is None else round
-      height, width = (max(1, whole(factor * side)) for side in sides)
+      factor = min(limit / side for limit, side in limits)
+      height, width = (max(1, int(factor * side)) for side in sides)
     if (width, height) == image.size:
       return image
     return image.resize((width, height), Image.Resampling.BILINEAR)
