@@ -240,6 +240,11 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
     'architectures': [f'{architecture.capitalize()}ForCausalLM'],
     'vocab_size': int(shapes['token_embd.weight'][-1]),
     'tie_word_embeddings': 'output.weight' not in shapes,
+    # An export's; without them, transformers has some of its own.
+    **{
+      f'{end}_token_id': metadata.get(f'tokenizer.ggml.{end}_token_id')
+      for end in ('bos', 'eos')
+    },
   }
 
 

@@ -166,6 +166,8 @@ def test_it_can_be_exported_and_chats(tmp_path):
   messages = [{'role': 'user', 'content': '!!'}]
   answer = run.chat(messages, max_new_tokens=3)
   mod_jax.export(run, tmp_path / 'out', 'huggingface')
+  fields = json.loads((tmp_path / 'out' / 'config.json').read_text())
+  assert (fields['bos_token_id'], fields['eos_token_id']) == (0, 1)
   again = mod_jax.load(tmp_path / 'out')
   assert again.config == run.config
   assert again.chat(messages, max_new_tokens=3) == answer
