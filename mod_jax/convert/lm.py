@@ -82,7 +82,9 @@ _GENERATION = {
   **{'min_length': 0, 'min_new_tokens': 0},
   **dict.fromkeys(('suppress_tokens', 'begin_suppress_tokens')),
   **dict.fromkeys(('forced_bos_token_id', 'forced_eos_token_id')),
-  **dict.fromkeys(('bad_words_ids', 'sequence_bias')),
+  **dict.fromkeys(('bad_words_ids', 'sequence_bias', 'stop_strings')),
+  **{'encoder_repetition_penalty': 1, 'encoder_no_repeat_ngram_size': 0},
+  **{'exponential_decay_length_penalty': None, 'guidance_scale': 1},
 }
 
 
@@ -444,6 +446,8 @@ def max_length(path: str | os.PathLike) -> int:
 def unfollowed(path: str | os.PathLike) -> list[str]:
   """Returns what a model's generation settings say that is not done here."""
   told = paths.read_object(pathlib.Path(path) / 'generation_config.json')
+  # Without that file, those of the config are meant.
+  told = told or paths.read_object(pathlib.Path(path) / 'config.json')
   names = [k for k, x in _GENERATION.items() if told.get(k) not in (x, None)]
   if (ends := told.get('eos_token_id')) is not None:
     with contextlib.suppress(UserError):  # There may be no tokenizer.

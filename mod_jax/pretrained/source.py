@@ -382,7 +382,7 @@ class _Language(_Published):
     path = os.fspath(self.path)
     if unfollowed := convert_lm.unfollowed(path):
       logging.warning(
-        'Of the generation_config.json in %s, this is not followed: %s.',
+        'Of the settings of generation in %s, this is not followed: %s.',
         *(path, '; '.join(unfollowed)),
       )
     return self._reads(

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from mod_jax import config as config_lib
+from mod_jax import paths
 from mod_jax.errors import UserError
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.lm import LMConfig
@@ -72,14 +73,19 @@ def test_a_recogniser_says_its_rate(tmp_path):
   assert Source.open(folder).experiment.data.rate == 8000
 
 
-@pytest.mark.parametrize('ends', [[2, 3], 3])
+@pytest.mark.parametrize(
+  ('name', 'ends'),
+  # transformers takes those of the config where the other file is missing.
+  [('generation_config', [2, 3]), ('generation_config', 3), ('config', 3)],
+)
 def test_settings_of_generation_that_are_not_followed_are_told(
-  ends, tmp_path, caplog
+  name, ends, tmp_path, caplog
 ):
   folder = shutil.copytree(GOLDEN / 'lm_eval' / 'model', tmp_path / 'model')
   told = {'num_beams': 1, 'temperature': 0.7, 'eos_token_id': ends}
   told |= {'repetition_penalty': 1.1, 'suppress_tokens': None}
-  (folder / 'generation_config.json').write_text(json.dumps(told))
+  file = folder / f'{name}.json'
+  file.write_text(json.dumps(paths.read_object(file) | told))
   _ = Source.open(folder).experiment
   said = f'followed: repetition_penalty=1.1; eos_token_id={ends}.'
   assert said in caplog.text
