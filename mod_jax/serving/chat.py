@@ -27,8 +27,9 @@ class _Generation(jinja2.ext.Extension):
   tags = frozenset({'generation'})
 
   def parse(self, parser):
-    next(parser.stream)
-    return parser.parse_statements(['name:endgeneration'], drop_needle=True)
+    line = next(parser.stream).lineno
+    body = parser.parse_statements(['name:endgeneration'], drop_needle=True)
+    return jinja2.nodes.Scope(body).set_lineno(line)
 
 
 def read_template(path: str | os.PathLike) -> jinja2.Template | None:
@@ -86,7 +87,11 @@ def render(kind: str, path: str, messages: Sequence[Mapping]) -> str:
     )
   try:
     return template.render(
-      messages=messages,
+      # As there: `none` would be written out, or taken for calls of tools.
+      messages=[
+        {name: x for name, x in message.items() if x is not None}
+        for message in messages
+      ],
       add_generation_prompt=True,
       # As without any in Hugging Face: templates ask whether these are None.
       tools=None,

@@ -284,10 +284,12 @@ def test_templates_have_what_hugging_face_gives_them(tmp_path):
   # There are no tools, which is said.
   (tmp_path / 'chat_template.jinja').write_text(
     '{% for x in (tools, documents) %}{% if x is not none %}{{ x | length }}'
-    '{% endif %}{% endfor %}{{ messages[0].content }}'
+    '{% endif %}{% endfor %}{% generation %}{% set messages = 1 %}'
+    '{% endgeneration %}{{ messages }}'
   )
-  messages = [{'role': 'user', 'content': 'how'}]
-  assert chat.render('huggingface', tmp_path, messages) == 'how'
+  messages = [{'content': 'how', 'tool_calls': None}]
+  text = chat.render('huggingface', tmp_path, messages)
+  assert text == "[{'content': 'how'}]"
 
 
 def test_a_template_is_where_the_tokenizer_is(tmp_path):
