@@ -9,6 +9,7 @@ import re
 import tempfile
 from typing import Any, Literal
 
+from absl import logging
 from PIL import Image
 
 from mod_jax import config as config_lib
@@ -303,6 +304,30 @@ def _language(run, folder):
     _processor(run.preprocess, folder, 'CLIPImageProcessor')
     convert_llava.save(folder, params, run.config, **texts)
   _write_routers(params, folder)
+  _declare(run, folder)
+
+
+def _declare(run, folder) -> None:
+  """Has transformers read the tokenizer as it stands, where no file says how.
+
+  Those of architectures split texts by their own rules.
+  """
+  tokenizer, file = run.tokenizer, folder / 'tokenizer_config.json'
+  told = paths.read_object(file)
+  of_bytes = isinstance(tokenizer, tokenizers.ByteTokenizer)
+  if tokenizer is None or of_bytes or 'tokenizer_class' in told:
+    return
+  if getattr(run.config, 'qkv_bias', False):
+    logging.warning(
+      'AutoTokenizer of transformers 5 reads any tokenizer beside a model with'
+      " qkv_bias as Qwen2's: load it by PreTrainedTokenizerFast instead."
+    )
+  own = {'tokenizer_class': 'PreTrainedTokenizerFast'}
+  own['clean_up_tokenization_spaces'] = False
+  for role, id in (('bos', tokenizer.bos_id), ('eos', tokenizer.eos_id)):
+    if id is not None:
+      own[f'{role}_token'] = tokenizer.spelled(id)
+  files.write_json(file, own | told)
 
 
 def _write_routers(params, folder) -> None:

@@ -319,6 +319,7 @@ def test_somebody_elses_language_model_stays_what_it_was(tmp_path):
   source = tmp_path / 'source'
   shutil.copytree(GOLDEN / 'lm_eval' / 'model', source)
   (source / 'generation_config.json').write_text('{}')
+  (source / 'tokenizer_config.json').write_text('{"pad_token": "<s>"}')
   run = mod_jax.load(source)
   mod_jax.export(run, tmp_path / 'ours')
   file = tmp_path / 'ours' / 'mod_jax.json'
@@ -332,6 +333,12 @@ def test_somebody_elses_language_model_stays_what_it_was(tmp_path):
     out = tmp_path / f'out_{kept}'
     mod_jax.export(model, out, 'huggingface')
     assert (out / 'generation_config.json').exists() == kept
+    # Read by another class, the tokenizer would split texts otherwise.
+    assert json.loads((out / 'tokenizer_config.json').read_text()) == {
+      'tokenizer_class': 'PreTrainedTokenizerFast',
+      'clean_up_tokenization_spaces': False,
+      **{'bos_token': '<s>', 'eos_token': '</s>', 'pad_token': '<s>'},
+    }
   # It begins texts as its own, and has no data of ours.
   assert again.encode('how') == run.encode('how')
   assert run.encode('how') != run.tokenizer.encode('how')
