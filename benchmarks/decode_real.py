@@ -1,16 +1,19 @@
-"""Generation by a real model, with mod_jax and with PyTorch's transformers.
+"""Generation by a real model: mod_jax, PyTorch's transformers and llama.cpp.
 
-    python benchmarks/decode_real.py --model=FOLDER --torch=python3.11
+    python benchmarks/decode_real.py --model=FOLDER --torch=python3.11 \\
+      --gguf=F32.gguf,Q8_0.gguf
 
 FOLDER is a language model of Hugging Face, such as SmolLM2-135M. Runs that made
 it routed, such as those of `convert_smollm2.py`, are measured beside it with
 `--converted`; they choose tokens by the causal rule that they were trained for.
-Each runs in its own process, loads the model in float32 or as `--dtypes` says,
-and continues batches of random prompts greedily. They take turns. The first
-call of each shape, in which mod_jax compiles, is reported separately. Steps per
-second are new tokens of a row over the time of the whole call, including the
-prompt. Memory is the peak of the process after the batch sizes so far. The
-result is written beside this file as JSON.
+llama.cpp has the same model in files, made by its `llama_model_quantize`, that
+are named after the types of their weights. Each runs in its own process, loads
+the model in float32 or as `--dtypes` says, and continues batches of random
+prompts greedily. They take turns. The first call of each shape, in which
+mod_jax compiles, is reported separately. Steps per second are new tokens of a
+row over the time of the whole call, including the prompt. Memory is the peak of
+the process after the batch sizes so far. The result is written beside this file
+as JSON.
 """
 
 import contextlib
@@ -34,21 +37,25 @@ _PROMPT = flags.DEFINE_integer('prompt', 32, 'Tokens of a prompt.')
 _NEW = flags.DEFINE_integer('new', 64, 'Tokens that are added.')
 _ROUNDS = flags.DEFINE_integer('rounds', 10, 'Timed calls of each.')
 _DTYPES = flags.DEFINE_list(
-  'dtypes', ['int8'], 'Also measured, as mod_jax.load takes them.'
+  'dtypes', ['bfloat16', 'int8'], 'Also measured, as mod_jax.load takes them.'
 )
+_GGUF = flags.DEFINE_list('gguf', [], 'Files of llama.cpp, also measured.')
 _CONVERTED = flags.DEFINE_list(
   'converted', [], 'Workdirs of routed models, also measured.'
 )
 _TORCH = flags.DEFINE_string(
-  'torch', None, 'A Python with torch and transformers.', required=True
+  'torch',
+  None,
+  'A Python with torch and transformers, for --gguf with llama-cpp-python.',
+  required=True,
 )
 
 
 def measure(processes, batch: int) -> dict:
   """Returns each library's figures for a batch size, and their ratios.
 
-  `speedup` is that of mod_jax over PyTorch, and that of each further dtype and
-  routed model over mod_jax in float32.
+  `speedup` is that of mod_jax over PyTorch in float32, and that of all others
+  over mod_jax in float32.
   """
   measurements = {name: [] for name in processes}
 
@@ -67,7 +74,7 @@ def measure(processes, batch: int) -> dict:
       'peak_mib': later[-1]['peak'],
     }
   seconds = {k: [x['seconds'] for x in v[1:]] for k, v in measurements.items()}
-  for name in (*_DTYPES.value, *_CONVERTED.value):
+  for name in seconds.keys() - {'mod_jax', 'torch'}:
     cell[name] |= _faster(seconds, 'mod_jax', name)
   return cell | _faster(seconds, 'torch', 'mod_jax')
 
@@ -79,14 +86,19 @@ def _faster(seconds, than: str, name: str) -> dict:
 
 def main(_):
   machine.with_malloc(machine.KEPT)
-  dense, ours = _MODEL.value, sys.executable
-  # Python, library and model by name.
+  dense, ours, torch = _MODEL.value, sys.executable, _TORCH.value
+  # Python, library, dtype and model by name.
   measured = {
-    'mod_jax': (ours, 'mod_jax', dense),
-    'torch': (_TORCH.value, 'torch', dense),
+    'mod_jax': (ours, 'mod_jax', 'float32', dense),
+    'torch': (torch, 'torch', 'float32', dense),
+    'torch_bfloat16': (torch, 'torch', 'bfloat16', dense),
   }
-  measured |= {dtype: (ours, dtype, dense) for dtype in _DTYPES.value}
-  measured |= {run: (ours, 'mod_jax', run) for run in _CONVERTED.value}
+  measured |= {x: (ours, 'mod_jax', x, dense) for x in _DTYPES.value}
+  measured |= {x: (ours, 'mod_jax', 'float32', x) for x in _CONVERTED.value}
+  measured |= {
+    f'llama.cpp_{pathlib.Path(x).stem}': (torch, 'llama.cpp', 'file', x)
+    for x in _GGUF.value
+  }
   about, cells = {}, []
   with contextlib.ExitStack() as stack:
     processes = {}

@@ -23,6 +23,7 @@ import numpy as np
 
 from mod_jax import cli
 from mod_jax.errors import UserError
+from mod_jax.layers import vocabulary
 from mod_jax.pretrained import load as load_lib
 from mod_jax.sampling import generation
 from mod_jax.serving.engine import Engine
@@ -94,7 +95,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
     )
     logits_BLV, target_BL = output.logits_BLV, tokens_BL[:, 1:]
     log_prob_BL = generation.log_prob(logits_BLV, target_BL)
-    return log_prob_BL, logits_BLV.argmax(axis=-1) == target_BL
+    return log_prob_BL, vocabulary.argmax(logits_BLV) == target_BL
 
   def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
     del disable_tqdm, kwargs

@@ -38,6 +38,7 @@ CASES = {
   ),
   'token_select': ('batch=1', 'length=64', 'width=64'),
   'one_row': ('inputs=16', 'outputs=32'),
+  'choose_token': ('vocab=300', 'batches=2'),
   'serve_step': ('width=192', 'layers=2', 'vocab=300', 'slots=2', 'length=64'),
   'wav2vec2': ('width=48', 'layers=1', 'seconds=0.1', 'batches=2'),
   'vlm': ('width=64', 'layers=8', 'text=4', 'batches=1', 'prompts=1'),

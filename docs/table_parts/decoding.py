@@ -105,15 +105,19 @@ def converted_speed():
 
 @table
 def decode_real():
-  """A real model's text, its first calls and its memory, beside PyTorch's."""
+  """A real model's text, its first calls and its memory, beside others'."""
   rows = []
+  names = {
+    'mod_jax': 'mod_jax',
+    'bfloat16': 'mod_jax, bfloat16',
+    'int8': 'mod_jax, int8',
+    'torch': 'PyTorch',
+    'torch_bfloat16': 'PyTorch, bfloat16',
+    'llama.cpp_F32': 'llama.cpp',
+    'llama.cpp_Q8_0': 'llama.cpp, Q8_0',
+    'llama.cpp_Q4_1': 'llama.cpp, Q4_1',
+  }
   for cell in measured('decode_real')['cells']:
-    names = {
-      'mod_jax': 'mod_jax',
-      'bfloat16': 'mod_jax, bfloat16',
-      'int8': 'mod_jax, int8',
-      'torch': 'PyTorch',
-    }
     for library, name in names.items():
       one = cell[library]
       rows.append(

@@ -14,7 +14,7 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import errors, losses, parallel, trees
 from mod_jax.errors import require
-from mod_jax.layers import dense, token_info
+from mod_jax.layers import dense, token_info, vocabulary
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
@@ -453,7 +453,8 @@ def _right(x_BLD, spec, kernel, targets_BL):
 
   def is_likeliest(features_and_target):
     x_D, target = features_and_target
-    return dense.einsum(spec, x_D, kernel, 'float32').argmax() == target
+    logits_V = dense.einsum(spec, x_D, kernel, 'float32')
+    return vocabulary.argmax(logits_V) == target
 
   x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
   right_T = jax.lax.map(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax.errors import UserError, require
+from mod_jax.layers import vocabulary
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm, vlm
 from mod_jax.sampling import logits as logits_lib
@@ -310,14 +311,22 @@ def filtered(logits_BV, settings: Settings) -> jax.Array:
 
 def draw(logits_BV, key_B, settings: Settings) -> jax.Array:
   """Returns an int32 token for each row, sampled with the row's key."""
-  filtered_BV = filtered(logits_BV, settings)
-  return jax.vmap(jax.random.categorical)(key_B, filtered_BV).astype(jnp.int32)
+
+  def sampled():
+    weight_BV = jax.nn.softmax(filtered(logits_BV, settings))
+    return jax.vmap(vocabulary.draw)(key_B, weight_BV)
+
+  return jax.lax.cond(
+    (settings.temperature_B > 0).any(),
+    sampled,
+    lambda: vocabulary.argmax(logits_BV),
+  )
 
 
 def log_prob(logits, token) -> jax.Array:
   """Returns each token's log-probability under the logits at its position."""
-  log_prob = jax.nn.log_softmax(logits, axis=-1)
-  return jnp.take_along_axis(log_prob, token[..., None], axis=-1)[..., 0]
+  logit = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+  return logit - jax.nn.logsumexp(logits, axis=-1)
 
 
 # XLA for GPUs makes of a matrix times a single row a product of elements, which

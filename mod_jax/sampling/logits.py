@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax.errors import require
+from mod_jax.layers import vocabulary
 
 
 def check(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
@@ -51,34 +52,100 @@ def filter_logits(
     jnp.broadcast_to(x, (batch,))[:, None]
     for x in (temperature, top_k, top_p, min_p)
   )
-  best_B1 = logits_BV.argmax(axis=-1, keepdims=True)
-  best_BV = jnp.where(jnp.arange(size) == best_B1, 0.0, -jnp.inf)
   divided_BV = logits_BV / jnp.where(temperature_B1 == 0, 1.0, temperature_B1)
   limited_B1 = (top_k_B1 > 0) & (top_k_B1 < size)
-  # Skip the sort if possible: it dominates the time.
+  count_B1 = jnp.where(limited_B1, top_k_B1, size).astype(jnp.float32)
+  # Skip searches if possible: each takes ten times as long as all the rest.
   filtered_BV = jax.lax.cond(
-    (limited_B1 | (top_p_B1 < 1)).any(),
-    _filtered,
-    lambda logits_BV, *_: logits_BV,
-    *(divided_BV, jnp.where(limited_B1, top_k_B1, size), top_p_B1),
+    limited_B1.any(),
+    lambda x_BV: _likeliest(x_BV, jnp.ones_like(x_BV), count_B1),
+    lambda x_BV: x_BV,
+    divided_BV,
+  )
+  # Rounding: with top_p = 1 the sum may reach 1 too early.
+  nucleus_B1 = jnp.where(top_p_B1 < 1, top_p_B1, jnp.inf)
+  filtered_BV = jax.lax.cond(
+    (top_p_B1 < 1).any(),
+    lambda x_BV: _likeliest(x_BV, jax.nn.softmax(x_BV), nucleus_B1),
+    lambda x_BV: x_BV,
+    filtered_BV,
   )
   # A share of the largest probability is a distance from the largest logit.
   least_B1 = divided_BV.max(axis=-1, keepdims=True) + jnp.log(min_p_B1)
   filtered_BV = jnp.where(divided_BV >= least_B1, filtered_BV, -jnp.inf)
+  best_B1 = vocabulary.argmax(logits_BV)[:, None]
+  best_BV = jnp.where(jnp.arange(size) == best_B1, 0.0, -jnp.inf)
   return jnp.where(temperature_B1 == 0, best_BV, filtered_BV)
 
 
-def _filtered(logits_BV, top_k_B1, top_p_B1):
-  size = logits_BV.shape[-1]
-  order_BV = jnp.argsort(-logits_BV, axis=-1, stable=True)
-  sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
-  sorted_BV = jnp.where(jnp.arange(size) < top_k_B1, sorted_BV, -jnp.inf)
-  probability_BV = jax.nn.softmax(sorted_BV, axis=-1)
-  preceding_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
-  # Rounding: with top_p = 1 the sum may reach 1 too early, and a tiny top_p may
-  # round to 0.
-  kept_BV = (preceding_BV < top_p_B1) | (top_p_B1 >= 1)
-  kept_BV |= jnp.arange(size) == 0
-  sorted_BV = jnp.where(kept_BV, sorted_BV, -jnp.inf)
-  inverse_BV = jnp.argsort(order_BV, axis=-1)
-  return jnp.take_along_axis(sorted_BV, inverse_BV, axis=-1)
+def _likeliest(logits_BV, weight_BV, enough_B1):
+  """Returns the fewest likeliest tokens that weigh enough, -inf for the others.
+
+  The likeliest is always left, and of equal ones the first; all are, where not
+  even all weigh enough. Searching by halves for the least logit, and where
+  several have it for the last token, takes a tenth of the time of sorting.
+  """
+  enough_B1 = jnp.maximum(enough_B1, jnp.finfo(jnp.float32).tiny)
+
+  def is_enough(kept_BV):
+    weight_B1 = jnp.where(kept_BV, weight_BV, 0).sum(axis=-1, keepdims=True)
+    return weight_B1 >= enough_B1
+
+  least_B1 = _float(
+    _largest(
+      lambda code_B1: is_enough(logits_BV >= _float(code_B1)),
+      _code(jnp.full_like(enough_B1, -jnp.inf)),
+      _code(logits_BV.max(axis=-1, keepdims=True)),
+      steps=32,
+    )
+  )
+  is_least_BV = logits_BV == least_B1
+
+  def first():
+    """Returns as many of the tokens with the least logit as it takes."""
+    size = logits_BV.shape[-1]
+
+    def kept(before_B1):
+      is_first_BV = is_least_BV & (jnp.arange(size) <= -before_B1)
+      return (logits_BV > least_B1) | is_first_BV
+
+    before_B1 = _largest(
+      lambda before_B1: is_enough(kept(before_B1)),
+      jnp.full(enough_B1.shape, 1 - size),
+      jnp.zeros(enough_B1.shape, jnp.int32),
+      steps=size.bit_length(),
+    )
+    return kept(before_B1)
+
+  are_tied = (is_least_BV.sum(axis=-1) > 1).any()
+  kept_BV = jax.lax.cond(are_tied, first, lambda: logits_BV >= least_B1)
+  return jnp.where(kept_BV, logits_BV, -jnp.inf)
+
+
+def _largest(holds, low, high, steps):
+  """Returns the largest integers for which a falling condition holds, or low.
+
+  There are fewer than 2**steps from `low` to `high`.
+  """
+
+  def halve(_, bounds):
+    low, high = bounds
+    middle = (low | high) - ((low ^ high) >> 1)  # Rounded up; cannot overflow.
+    is_middle = holds(middle)
+    return jnp.where(is_middle, middle, low), jnp.where(
+      is_middle, high, middle - 1
+    )
+
+  return jax.lax.fori_loop(0, steps, halve, (low, high))[0]
+
+
+def _code(x):
+  """Returns integers that are in the same order as floats."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _float(code):
+  """The inverse of `_code`."""
+  bits = jnp.where(code < 0, code ^ 0x7FFFFFFF, code)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from mod_jax import config as config_lib
 from mod_jax.errors import require
+from mod_jax.layers import vocabulary
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
 
@@ -92,9 +93,9 @@ def propose(
     number, valid_B = inputs
     logits_BV, cache = read(cache, token_B, valid_B, number)
     keys_B = jax.vmap(jax.random.fold_in, (0, None))(key_B, number)
-    token_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV)
-    token_B = token_B.astype(jnp.int32)
-    return (cache, token_B), (token_B, jax.nn.softmax(logits_BV))
+    probability_BV = jax.nn.softmax(logits_BV)
+    token_B = jax.vmap(vocabulary.draw)(keys_B, probability_BV)
+    return (cache, token_B), (token_B, probability_BV)
 
   (cache, _), (tokens_DB, probability_DBV) = jax.lax.scan(
     step, (cache, token_B), (jnp.arange(valid_BD.shape[1]), valid_BD.T)
@@ -170,8 +171,8 @@ def accept(
     residual_BV.any(axis=-1, keepdims=True), residual_BV, model_BV
   )
   next_B = jax.vmap(
-    lambda key, residual_V: jax.random.categorical(
-      jax.random.fold_in(key, 1), jnp.log(residual_V)
+    lambda key, residual_V: vocabulary.draw(
+      jax.random.fold_in(key, 1), residual_V
     )
   )(key_B, residual_BV)
   tokens_BL = jnp.pad(proposed_BD, ((0, 0), (0, 1)))

@@ -38,15 +38,19 @@ def _kept(logits_BV):
 
 @given(
   seed=st.integers(0, 2**32 - 1),
+  size=st.sampled_from([8, 300]),
+  are_tied=st.booleans(),
   temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
   top_k=st.sampled_from([0, 1, 3, 7, 50]),
   top_p=st.sampled_from([1.0, 0.95, 0.6, 0.2, 1e-6]),
   min_p=st.sampled_from([0.0, 1e-50, 0.01, 0.3, 1.0]),
 )
 def test_combinations_follow_the_definition(
-  seed, temperature, top_k, top_p, min_p
+  seed, size, are_tied, temperature, top_k, top_p, min_p
 ):
-  logits_BV = 2 * np.random.default_rng(seed).normal(size=(3, 8))
+  logits_BV = 2 * np.random.default_rng(seed).normal(size=(3, size))
+  if are_tied:
+    logits_BV = np.round(logits_BV)
   got_BV = filter_logits(
     jnp.asarray(logits_BV, jnp.float32),
     temperature=temperature,
