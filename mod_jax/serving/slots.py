@@ -76,10 +76,9 @@ class Extras:
     count = min(MAX_TOP, logits_BV.shape[1])
 
     def find():
-      log_prob_BT, token_BT = jax.lax.top_k(
-        jax.nn.log_softmax(logits_BV), count
-      )
-      return token_BT.astype(jnp.int32), log_prob_BT
+      logit_BT, token_BT = jax.lax.top_k(logits_BV, count)
+      total_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
+      return token_BT.astype(jnp.int32), logit_BT - total_B1
 
     def skip():
       shape = (len(logits_BV), count)
