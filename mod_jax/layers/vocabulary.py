@@ -1,8 +1,8 @@
 """Choices among the many logits of a vocabulary.
 
-They go by blocks of tokens: first a block, then a token in it. XLA for CPUs
-takes thirty times as long for the place of a row's largest number as for the
-number, and random numbers for all tokens take longer still
+They go by blocks of tokens: first a block, then a token in it. For the place of
+a row's largest number XLA for CPUs takes many times as long as for the number,
+and random numbers for all tokens take longer still: ten times as long as here
 (`benchmarks/choose_token.py`).
 """
 
