@@ -2,7 +2,7 @@
 
 They go by blocks of tokens: first a block, then a token in it. For the place of
 a row's largest number XLA for CPUs takes many times as long as for the number,
-and random numbers for all tokens take longer still: ten times as long as here
+and random numbers for all tokens take longer still
 (`benchmarks/choose_token.py`).
 """
 
