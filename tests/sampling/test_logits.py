@@ -42,7 +42,7 @@ def _kept(logits_BV):
   are_tied=st.booleans(),
   temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
   top_k=st.sampled_from([0, 1, 3, 7, 50]),
-  top_p=st.sampled_from([1.0, 0.95, 0.6, 0.2, 1e-6]),
+  top_p=st.sampled_from([1.0, 0.95, 0.6, 0.2, 1e-50]),
   min_p=st.sampled_from([0.0, 1e-50, 0.01, 0.3, 1.0]),
 )
 def test_combinations_follow_the_definition(
