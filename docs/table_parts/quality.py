@@ -1,6 +1,7 @@
 """How good it is: what studies in `benchmarks/` came to, with their spread."""
 
 import functools
+import json
 import math
 import statistics
 
@@ -8,7 +9,7 @@ import machine
 from machine import markdown
 import study_tables
 
-from table_parts.common import studied, table
+from table_parts.common import ROOT, studied, table
 from table_parts.laptop import laptop_fit
 
 
@@ -333,6 +334,35 @@ def conversion():
 def converted():
   """SmolLM2-135M made routed in several ways."""
   return study_tables.converted(studied('convert_smollm2'))
+
+
+@table
+def converted_tasks():
+  """What SmolLM2-135M, made routed, answers on tasks from held-out text."""
+
+  def share(task, metric='acc'):
+    value, error = (task[f'{x},none'] for x in (metric, f'{metric}_stderr'))
+    return f'{100 * value:.1f}% ± {100 * error:.1f}'
+
+  rows = []
+  names = {
+    'dense_at_first': 'dense, at first',
+    'dense': 'dense',
+    'deleted': 'half as many deleted',
+    'mod': 'MoD 50%, by threshold',
+  }
+  for file, name in names.items():
+    path = ROOT / 'results' / 'convert_smollm2' / f'{file}.json'
+    tasks = json.loads(path.read_text())
+    next_sentence = tasks['next_sentence']
+    rows.append(
+      [
+        *(name, share(next_sentence), share(next_sentence, 'acc_norm')),
+        share(tasks['last_word']),
+      ]
+    )
+  header = ['model', 'next sentence', 'per character', 'last word']
+  return markdown(header, rows)
 
 
 @table
