@@ -1,9 +1,8 @@
 """Choices among the many logits of a vocabulary.
 
-They go by blocks of tokens: first a block, then a token in it. For the place of
-a row's largest number XLA for CPUs takes many times as long as for the number,
-and random numbers for all tokens take longer still
-(`benchmarks/choose_token.py`).
+They go by blocks of tokens: first a block, then a token in it. XLA for CPUs is
+slow to find the place of the largest of many numbers, and slower to make random
+numbers for all of them (`benchmarks/choose_token.py`).
 """
 
 import jax

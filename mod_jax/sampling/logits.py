@@ -55,7 +55,7 @@ def filter_logits(
   divided_BV = logits_BV / jnp.where(temperature_B1 == 0, 1.0, temperature_B1)
   limited_B1 = (top_k_B1 > 0) & (top_k_B1 < size)
   count_B1 = jnp.where(limited_B1, top_k_B1, size).astype(jnp.float32)
-  # Skip searches if possible: each takes ten times as long as all the rest.
+  # Skip searches if possible: they dominate the time.
   filtered_BV = jax.lax.cond(
     limited_B1.any(),
     lambda x_BV: _likeliest(x_BV, jnp.ones_like(x_BV), count_B1),
@@ -131,9 +131,10 @@ def _largest(holds, low, high, steps):
   def halve(_, bounds):
     low, high = bounds
     middle = (low | high) - ((low ^ high) >> 1)  # Rounded up; cannot overflow.
-    is_middle = holds(middle)
-    return jnp.where(is_middle, middle, low), jnp.where(
-      is_middle, high, middle - 1
+    is_low = holds(middle)
+    return (
+      jnp.where(is_low, middle, low),
+      jnp.where(is_low, high, middle - 1),
     )
 
   return jax.lax.fori_loop(0, steps, halve, (low, high))[0]
