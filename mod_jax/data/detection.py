@@ -56,9 +56,11 @@ class DetectionPreprocess:
     low, square = min(sides), len(set(self.image_size)) == 1
     limits = [*zip(self.image_size, sides, strict=True)]
     short = min(limit * low / side for limit, side in limits)
-    # Rounded as by transformers.
+    # Rounded, and left as they are, as by transformers.
     if short_side is not None and (square or short_side <= short):
       short = min(short_side, short)
+      if round(short) == low and max(sides) <= max(self.image_size):
+        short = low
       height, width = (
         max(1, round(short)) if side == low else int(short * side / low)
         for side in sides

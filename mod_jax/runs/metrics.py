@@ -34,16 +34,17 @@ _EVENTS_SECS = 10.0  # Between flushes of TensorBoard's file.
 def finalize(metric_sums: MetricSums) -> dict[str, Any]:
   """Divides each total by its weight, on the host and in double precision.
 
-  Metrics of weight 0, which were not measured, are left out. Of `Rows`, all
-  rows of all hosts follow each other.
+  Metrics of weight 0, which were not measured, are left out. Of pairs of arrays
+  the means are added up. Of `Rows`, all rows of all hosts follow each other.
   """
   metrics = {}
   for name, value in on_host(metric_sums).items():
     if isinstance(value, Rows):
       batches = jax.tree.map(parallel.whole, value.batches)
       metrics[name] = jax.tree.map(lambda *x: np.concatenate(x), *batches)
-    elif value[1] != 0:
-      metrics[name] = float(value[0]) / float(value[1])
+    elif np.any(value[1]):
+      total, weight = map(np.float64, value)
+      metrics[name] = float(np.sum(total / np.where(weight, weight, 1)))
   return metrics
 
 

@@ -90,7 +90,6 @@ class Detection(Pictures):
       *(output.logits_BQV, output.boxes_BQ4, batch['label'], batch['box']),
       weight_B,
     )
-    count = weight_B.sum()
     probability_BQV = jax.nn.softmax(output.logits_BQV)[..., :-1]
     rows = {
       'score': probability_BQV.max(axis=-1),
@@ -98,8 +97,9 @@ class Detection(Pictures):
       'found': output.boxes_BQ4,
       **{name: batch[name] for name in ('label', 'box', 'weight')},
     }
-    loss = sums.sum_of_means(found.weighted(self.config.model.class_weight))
-    return {'loss': (loss * count, count), ROWS: Rows((rows,))}
+    pairs = found.weighted(self.config.model.class_weight)
+    loss = tuple(map(jnp.stack, zip(*pairs, strict=True)))
+    return {'loss': loss, ROWS: Rows((rows,))}
 
   def of_rows(self, rows):
     """Returns mean average precisions."""

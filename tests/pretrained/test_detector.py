@@ -101,5 +101,6 @@ def test_pictures_that_are_not_square_are_resized_there_as_here(
     ((30, 37), (50, 61)),
     ((30, 47), (45, 70)),
     ((37, 21), (69, 40)),  # By rounding of floats in transformers.
+    ((69, 20), (69, 20)),  # As the shorter side has its size by rounding.
   ):
     assert reads.fit(Image.new('RGB', size)).size == expected

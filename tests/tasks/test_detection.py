@@ -15,7 +15,9 @@ from mod_jax import viz
 from mod_jax.data import scenes
 from mod_jax.data.detection import DetectionDataConfig
 from mod_jax.errors import UserError
+from mod_jax.losses import sums
 from mod_jax.models.detr import DETROutput
+from mod_jax.runs import metrics
 from mod_jax.tasks import make_task, phases
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -102,9 +104,9 @@ def test_perfect_predictions_have_a_precision_of_1():
     **{'guess': label.clip(0), 'found': box.copy()},
     'score': np.where(label >= 0, 0.9, 0.1),
   }
-  metrics = task.finish_metrics({'loss': 2.0, 'rows': rows})
+  finished = task.finish_metrics({'loss': 2.0, 'rows': rows})
   # The third row only fills the batch, so its class is not there.
-  assert metrics == {'loss': 2, 'mAP': 1, 'mAP50': 1, 'ap/3': 1, 'ap/5': 1}
+  assert finished == {'loss': 2, 'mAP': 1, 'mAP50': 1, 'ap/3': 1, 'ap/5': 1}
   rows['found'][1] += 0.5
   worse = task.finish_metrics({'never/rows': rows})
   assert worse['never/ap/3'] == 1
@@ -141,7 +143,7 @@ def test_an_earlier_layer_weighs_as_much_as_the_last():
 
 
 def test_parts_of_a_batch_count_by_their_objects():
-  """As gradient accumulation adds them, also where one part has none."""
+  """As gradient accumulation and evaluation add them, also without any."""
   task = make_task(SCENES.get_config('tiny')).modality
   rng = np.random.default_rng(2)
   logits_BQV = np.float32(rng.normal(size=(4, 4, 11)))
@@ -150,16 +152,19 @@ def test_parts_of_a_batch_count_by_their_objects():
   label_BT[0], label_BT[1, :2] = 3, 5
 
   def losses(rows):
-    pairs, metric_sums = task.losses(
-      DETROutput(logits_BQV[rows], boxes_BQ4[rows]),
-      {'label': label_BT[rows], 'box': target_BT4[rows]},
-    )
-    return np.array(pairs), metric_sums['loss']
+    output = DETROutput(logits_BQV[rows], boxes_BQ4[rows])
+    batch = {'label': label_BT[rows], 'box': target_BT4[rows]}
+    pairs, metric_sums = task.losses(output, batch)
+    batch['weight'] = np.ones(len(batch['label']))
+    held_out = task.eval_sums(output, batch, None)['loss']
+    return np.array(pairs), metric_sums['loss'], held_out
 
-  whole, (total, rows) = losses(slice(None))
-  parts = losses(slice(2))[0] + losses(slice(2, None))[0]
-  np.testing.assert_allclose(parts, whole, rtol=1e-5)
+  whole, (total, rows), _ = losses(slice(None))
+  parts = [losses(slice(2)), losses(slice(2, None))]
+  np.testing.assert_allclose(sum(p[0] for p in parts), whole, rtol=1e-5)
   np.testing.assert_allclose(total / rows, (whole[:, 0] / whole[:, 1]).sum())
+  held_out = metrics.finalize(sums.add(*({'loss': p[2]} for p in parts)))
+  np.testing.assert_allclose(held_out['loss'], total / rows, rtol=1e-5)
 
 
 def test_what_does_not_fit_is_refused():
