@@ -277,13 +277,11 @@ class _Endless:
     What is left over of a bucket goes into batches of the next longer one.
     """
     rng = np.random.default_rng((self._seed, epoch))
-    order_N = rng.permutation(len(self._recordings))
+    batches = len(self._recordings) // self._rows
+    # Those that fill no batch are others in another epoch.
+    order_N = rng.permutation(len(self._recordings))[: batches * self._rows]
     by_bucket = np.argsort(self._recordings.bucket_N[order_N], kind='stable')
-    order_N = order_N[by_bucket]
-    # Drops the shortest, in another epoch others.
-    batches = len(order_N) // self._rows
-    order_N = order_N[len(order_N) - batches * self._rows :]
-    return rng.permutation(order_N.reshape(batches, self._rows))
+    return rng.permutation(order_N[by_bucket].reshape(batches, self._rows))
 
   def __len__(self) -> int:
     return sys.maxsize

@@ -254,6 +254,12 @@ def test_batches_resume_are_sharded_and_are_of_few_shapes():
   assert not np.array_equal(next(batches(seed=1))['wave'], first[0]['wave'])
 
 
+def test_every_recording_is_trained_on():
+  # An epoch is one batch, and leaves 19 of 40 out.
+  some = take(batches(batch_size=21), 20)
+  assert len({row[:500].tobytes() for x in some for row in x['wave']}) == 40
+
+
 def test_masked_spans_lie_in_real_frames():
   batch = next(batches())
   assert not np.any(batch['masked'] & ~batch['valid'])
