@@ -485,7 +485,7 @@ def split(text, brackets, quotes=''):
   for letter in text:
     if quote:
       quote = None if letter == quote else quote
-    elif letter in quotes:
+    elif letter in quotes and not parts[-1][-1:].isalnum():  # As in "dog's".
       quote = letter
     else:
       depth += (letter in opening) - (letter in closing)

@@ -240,6 +240,7 @@ def test_groups_in_a_tuple_are_set_as_one_is():
   for text in ('count, sum', "count,'sum'", "('count', 'sum')"):
     assert config.parse(text, tuple[str, ...]) == ('count', 'sum')
   assert config.parse("'a,b'", tuple[str, ...]) == ('a,b',)
+  assert config.parse("dog's,cat", tuple[str, ...]) == ("dog's", 'cat')
 
 
 def test_paths_are_compared_by_their_last_part():
