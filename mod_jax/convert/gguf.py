@@ -72,7 +72,7 @@ _SPLITS = {
 # Other names of llama.cpp for the same.
 _SAME = {'llama3': 'llama-bpe', 'llama-v3': 'llama-bpe'}
 # Kinds of tokens, `tokenizer.ggml.token_type`.
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 def is_gguf(path: str | os.PathLike) -> bool:
@@ -251,10 +251,13 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
 def _rope_scaling(path, metadata) -> dict[str, Any] | None:
   architecture = metadata['general.architecture']
   prefix = f'{architecture}.rope.scaling'
-  kind = metadata.get(f'{prefix}.type', 'none')
-  if kind == 'linear':
-    return {'rope_type': 'linear', 'factor': metadata[f'{prefix}.factor']}
-  if kind != 'none':
+  # Older files have the factor alone, by one of two names.
+  old = metadata.get(f'{architecture}.rope.scale_linear')
+  factor = metadata.get(f'{prefix}.factor', old)
+  kind = metadata.get(f'{prefix}.type', 'linear')
+  if kind == 'linear' and factor:
+    return {'rope_type': 'linear', 'factor': factor}
+  if kind not in ('none', 'linear'):
     raise UserError(
       f'{path}: rotary positions scaled by {kind!r} are not supported; expected'
       ' none or linear.'
@@ -302,8 +305,8 @@ def _tokenizer(path, metadata) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     )
   types = metadata.get(f'{prefix}.token_type', [])
   for token, type_ in zip(tokens, types, strict=False):
-    if type_ in (_CONTROL, _USER_DEFINED):
-      special = type_ == _CONTROL
+    if type_ in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+      special = type_ != _USER_DEFINED
       added = tokenizers.AddedToken(token, special=special, normalized=False)
       tokenizer.add_tokens([added])
   beside = {
