@@ -93,7 +93,8 @@ def derive(folder: str | os.PathLike, base):
   maps = [
     _module(entry)
     for entry in _entries(base)
-    if _key(entry.theirs, 'down') in arrays
+    if entry.ours[0].startswith('block_')
+    and _key(entry.theirs, 'down') in arrays
   ]
   if not maps:
     raise UserError(
