@@ -266,9 +266,8 @@ class HuggingFaceTokenizer(Tokenizer):
     declared = declared_specials(file.parent)
     ids = {}
     for role, customary in _CUSTOMARY.items():
-      name = declared.get(role) or next(
-        (n for n in customary.split() if n in special), None
-      )
+      usual = next((n for n in customary.split() if n in special), None)
+      name = declared.get(role, usual)
       ids[role] = tok.token_to_id(name) if name else None
     digest = hashlib.sha256(data).hexdigest()
     super().__init__(
@@ -383,6 +382,8 @@ def declared_specials(directory: os.PathLike) -> dict[str, str]:
     for role, value in fields.items():
       if isinstance(value, dict):
         value = value.get('content')
+      if role == 'bos_token' and value is None:
+        specials.setdefault(role, '')  # No token, and not a customary one.
       if role.endswith('_token') and isinstance(value, str):
         specials[role] = value
   return specials

@@ -113,6 +113,18 @@ def test_declared_end_token_wins_over_the_customary(hf_path, tmp_path):
   assert before.fingerprint != after.fingerprint
 
 
+def test_a_begin_token_that_is_null_is_none(hf_path, tmp_path):
+  tok = hf.Tokenizer.from_file(str(hf_path))
+  tok.add_special_tokens(['<s>'])
+  tok.save(str(tmp_path / 'tokenizer.json'))
+  declared = tmp_path / 'tokenizer_config.json'
+  begins = []
+  for text in ('{}', '{"bos_token": null}'):
+    declared.write_text(text)
+    begins.append(tokenizers.make('huggingface', str(tmp_path)).bos_id)
+  assert begins == [tok.token_to_id('<s>'), None]
+
+
 def test_a_chat_beside_it_changes_no_text(hf_path):
   tok = tokenizers.make('huggingface', str(hf_path))
   text, done = 'a <|endoftext|> b', threading.Event()
