@@ -95,6 +95,10 @@ class Tokenizer(abc.ABC):
   def encode(self, text: str) -> list[int]:
     """Returns the ids of `text`; no begin or end token is added."""
 
+  def encode_prompt(self, text: str) -> list[int]:
+    """Returns the ids of a prompt for a pretrained model to continue."""
+    return self.encode(text)
+
   @abc.abstractmethod
   def _decode(self, ids: list[int]) -> str:
     """Returns the text of ids that are all in the vocabulary."""

@@ -385,9 +385,14 @@ class _Language(_Published):
         'Of the settings of generation in %s, this is not followed: %s.',
         *(path, '; '.join(unfollowed)),
       )
+    # An export of ours; how other folders without that file begin texts, only
+    # transformers knows.
+    told = paths.read_object(self.path / 'tokenizer_config.json')
+    ours = told.get('tokenizer_class') == 'PreTrainedTokenizerFast'
+    pieces = ours and not (self.path / 'tokenizer.json').exists()
     return self._reads(
       TextDataConfig(
-        tokenizer='huggingface',
+        tokenizer='sentencepiece' if pieces else 'huggingface',
         tokenizer_path=path,
         length=convert_lm.max_length(path),
       )

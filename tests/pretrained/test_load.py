@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from PIL import Image
 import pytest
+import sentencepiece
 import tiny
 
 import mod_jax
@@ -313,6 +314,21 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
     assert len(b.log_probs) == 5
     assert (b.log_probs < 0).all()
     np.testing.assert_array_equal(a.log_probs, b.log_probs)
+
+
+def test_a_model_of_sentence_pieces_reads_its_own_export(tmp_path):
+  run = mod_jax.load(GOLDEN / 'lm_eval' / 'model')
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(['a b c d e'] * 9),
+    **{'model_prefix': str(tmp_path / 'tokenizer'), 'vocab_size': 9},
+  )
+  run.task.modality.use_tokenizer('sentencepiece', str(tmp_path))
+  run = dataclasses.replace(run, origin=None, foreign=False)
+  mod_jax.export(run, tmp_path / 'out', 'huggingface')
+  again = mod_jax.load(tmp_path / 'out')
+  assert again.encode('b c') == run.encode('b c')
+  asked = {'inputs': 'b c', 'max_new_tokens': 2}
+  assert again.predict(**asked)[0].text == run.predict(**asked)[0].text
 
 
 def test_somebody_elses_language_model_stays_what_it_was(tmp_path):
