@@ -99,6 +99,16 @@ def test_what_is_not_supported_is_refused(field, value, message, tmp_path):
     load('llama', changed(tmp_path, **{field: value}))
 
 
+def test_adapters_of_the_head_are_refused_by_their_names(tmp_path):
+  file = changed(tmp_path) / 'adapter_model.safetensors'
+  arrays = safetensors.numpy.load_file(file)
+  for name in 'AB':
+    arrays[f'base_model.model.lm_head.lora_{name}.weight'] = np.zeros((2, 2))
+  safetensors.numpy.save_file(arrays, file)
+  with pytest.raises(UserError, match=r'unexpected: lm_head\.lora_'):
+    load('llama', file.parent)
+
+
 def test_the_base_must_be_there_and_fit(tmp_path):
   with pytest.raises(UserError, match='None is no folder here.*base='):
     mod_jax.load(HERE / 'llama')
