@@ -90,10 +90,32 @@ def _readable(root: str, file: str, modified: int, unreadable: str):
 
 def _parse(file: str):
   """Returns labels, names, bool [N, V], and which are held out or None."""
+  lines, names, columns = _columns(file)
+  splits = columns.pop(_SPLIT, None)
+  if splits is not None:
+    expected = f'one of {", ".join(image_folder.SPLITS)}'
+    _check_cells(file, lines, _SPLIT, splits, image_folder.SPLITS, expected)
+    splits = np.array([split != 'train' for split in splits])
+  if len(columns) > 1:
+    for title, cells in columns.items():
+      _check_cells(file, lines, title, cells, _FLAGS, '0 or 1')
+    classes = tuple(columns)
+    labels = [[_FLAGS[cell] for cell in cells] for cells in columns.values()]
+    return classes, names, np.array(labels).T, splits
+  (cells,) = columns.values()
+  lists = [
+    {item.strip() for item in re.split('[;|,]', cell)} - {''} for cell in cells
+  ]
+  classes = tuple(sorted(set().union(*lists)))
+  if len(classes) < 2 or set(classes) <= set(_FLAGS):
+    problem = f'expected two labels or more, and there is {classes or "none"}'
+    raise _refusal(file, 1, problem)
+  labels = np.array([[name in items for name in classes] for items in lists])
+  return classes, names, labels, splits
 
-  def refuse(line, problem):
-    raise errors.UserError(f'{file!r}, line {line}: {problem}')
 
+def _columns(file: str) -> tuple[list[int], list[str], dict[str, list[str]]]:
+  """Returns each row's line, its picture, and the other columns by title."""
   try:
     with open(file, encoding='utf-8-sig', newline='') as text:
       reader = csv.reader(text)
@@ -105,43 +127,32 @@ def _parse(file: str):
     ) from e
   lines, rows = zip(*rows or [(1, [])], strict=True)
   header, lines, rows = [x.strip() for x in rows[0]], lines[1:], rows[1:]
+  problem = None
   if not {*header[1:]} - {_SPLIT} or not rows:
-    refuse(1, 'expected a header, `file` and labels, and a row per picture')
-  if len(set(header)) < len(header):
-    refuse(1, f'expected each title once, and there are {", ".join(header)}')
+    problem = 'expected a header, `file` and labels, and a row per picture'
+  elif len(set(header)) < len(header):
+    problem = f'expected each title once, and there are {", ".join(header)}'
+  if problem:
+    raise _refusal(file, 1, problem)
   for line, row in zip(lines, rows, strict=True):
     if len(row) != len(header):
-      refuse(line, f'{len(row)} cells, where the header has {len(header)}')
-  names = [row[0].strip() for row in rows]
+      problem = f'{len(row)} cells, where the header has {len(header)}'
+      raise _refusal(file, line, problem)
+  names, *columns = (
+    [cell.strip() for cell in cells] for cells in zip(*rows, strict=True)
+  )
   if len(set(names)) < len(names):
     twice = next(i for i, name in enumerate(names) if name in names[:i])
-    refuse(lines[twice], f'{names[twice]!r} stands above already: keep one row')
-  columns = {
-    title: [row[i].strip() for row in rows]
-    for i, title in enumerate(header)
-    if i
-  }
-  splits = columns.pop(_SPLIT, None)
-  if splits is not None:
-    for line, split in zip(lines, splits, strict=True):
-      if split not in image_folder.SPLITS:
-        expected = ', '.join(image_folder.SPLITS)
-        refuse(line, f'split={split!r}: expected one of {expected}')
-    splits = np.array([split != 'train' for split in splits])
-  if len(columns) > 1:
-    for title, cells in columns.items():
-      for line, cell in zip(lines, cells, strict=True):
-        if cell not in _FLAGS:
-          refuse(line, f'{title}={cell!r}: expected 0 or 1')
-    classes = tuple(columns)
-    labels = [[_FLAGS[cell] for cell in cells] for cells in columns.values()]
-    return classes, names, np.array(labels).T, splits
-  (cells,) = columns.values()
-  lists = [
-    {item.strip() for item in re.split('[;|,]', cell)} - {''} for cell in cells
-  ]
-  classes = tuple(sorted(set().union(*lists)))
-  if len(classes) < 2 or set(classes) <= set(_FLAGS):
-    refuse(1, f'expected two labels or more, and there is {classes or "none"}')
-  labels = np.array([[name in items for name in classes] for items in lists])
-  return classes, names, labels, splits
+    problem = f'{names[twice]!r} stands above already: keep one row'
+    raise _refusal(file, lines[twice], problem)
+  return lines, names, dict(zip(header[1:], columns, strict=True))
+
+
+def _check_cells(file, lines, title, cells, allowed, expected):
+  for line, cell in zip(lines, cells, strict=True):
+    if cell not in allowed:
+      raise _refusal(file, line, f'{title}={cell!r}: expected {expected}')
+
+
+def _refusal(file: str, line: int, problem: str) -> errors.UserError:
+  return errors.UserError(f'{file!r}, line {line}: {problem}')

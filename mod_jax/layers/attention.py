@@ -240,35 +240,11 @@ class Attention(nn.Module):
     if self.tells_keys:
       aux['keys'] = k_BLGC.mean(axis=2, dtype=jnp.float32)
     with jax.named_scope('attend'):  # For profiles.
-      if source is not None and self.score == 'mean':
-        out_BLHC, aux['attention'] = _scored_over(
-          source, q_BLHC, k_BLGC, v_BLGC, info.valid_BL
-        )
-      elif source is not None:
-        out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info, source)
-      elif info.keep_BL is not None:
-        out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
-        if self.score == 'mean':
-          aux['attention'] = _masked_score(q_BLHC, k_BLGC, info.keep_BL)
-      elif info.size_BL is not None:
-        # A key counts `size` times. The kernels take no bias.
-        self.sow('intermediates', 'sizes', info.size_BL)
-        bias_BHLS = jnp.log(info.size_BL)[:, None, None]
-        out_BLHC = jax.nn.dot_product_attention(
-          q_BLHC, k_BLGC, v_BLGC, bias_BHLS
-        )
-      elif self.score == 'mean':
-        out_BLHC, aux['attention'] = _scored(
-          q_BLHC, k_BLGC, v_BLGC, info.valid_BL
-        )
-      elif cache is None:
-        out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info)
-      else:
-        cache_rows_B = jnp.arange(x_BLD.shape[0]) if rows_B is None else rows_B
-        cache = cache.append(
-          k_BLGC, v_BLGC, info.position_BL, info.valid_BL, cache_rows_B
-        )
-        out_BLHC = _over_cache(config, q_BLHC, cache, rows_B, info.position_BL)
+      out_BLHC, score_BL, cache = self._attend(
+        *(q_BLHC, k_BLGC, v_BLGC, info, cache, rows_B, source)
+      )
+    if score_BL is not None:
+      aux['attention'] = score_BL
     update_BLD = project('out', out_BLHC, info)
     if self.score == 'first':
       # Recomputed for the first query, which is cheap, so that the attention
@@ -279,6 +255,36 @@ class Attention(nn.Module):
       aux['attention'] = _last_score(config, q_BLHC, k_BLGC, info)
     update_BLD = parallel.constrain(update_BLD, 'batch', 'length', 'act_embed')
     return BlockOutput(update_BLD, cache, aux)
+
+  def _attend(self, q_BLHC, k_BLGC, v_BLGC, info, cache, rows_B, source):
+    """Returns what was attended to, the `mean` score or None, and the cache."""
+    config, scored, score_BL = self.config, self.score == 'mean', None
+    if source is not None and scored:
+      out_BLHC, score_BL = _scored_over(
+        source, q_BLHC, k_BLGC, v_BLGC, info.valid_BL
+      )
+    elif source is not None:
+      out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info, source)
+    elif info.keep_BL is not None:
+      out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
+      if scored:
+        score_BL = _masked_score(q_BLHC, k_BLGC, info.keep_BL)
+    elif info.size_BL is not None:
+      # A key counts `size` times. The kernels take no bias.
+      self.sow('intermediates', 'sizes', info.size_BL)
+      bias_BHLS = jnp.log(info.size_BL)[:, None, None]
+      out_BLHC = jax.nn.dot_product_attention(q_BLHC, k_BLGC, v_BLGC, bias_BHLS)
+    elif scored:
+      out_BLHC, score_BL = _scored(q_BLHC, k_BLGC, v_BLGC, info.valid_BL)
+    elif cache is None:
+      out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info)
+    else:
+      cache_rows_B = jnp.arange(len(q_BLHC)) if rows_B is None else rows_B
+      cache = cache.append(
+        k_BLGC, v_BLGC, info.position_BL, info.valid_BL, cache_rows_B
+      )
+      out_BLHC = _over_cache(config, q_BLHC, cache, rows_B, info.position_BL)
+    return out_BLHC, score_BL, cache
 
 
 def _last_score(config: AttentionConfig, q_BLHC, k_BLGC, info: TokenInfo):

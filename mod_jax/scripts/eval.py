@@ -163,58 +163,67 @@ def _predict(run) -> list[str]:
       f'--predictions={path} holds classes of pictures, and this model does not'
       ' classify: leave it out.'
     )
-  files = []
-  for patterns in flags.FLAGS.predict:
-    for pattern in paths.split_globs(patterns) or [patterns]:
-      # Names may hold the letters of patterns, such as `a[1].jpg`.
-      is_file = paths.expand(pattern).is_file()
-      matches = [pattern]
-      if not is_file:
-        matches = [x for x in sorted(paths.glob(pattern)) if os.path.isfile(x)]
-      if not matches:
-        raise UserError(
-          f'--predict={pattern}: no such file. Quote patterns, and name'
-          " what is in a folder, such as 'photos/*/*.jpg'."
-        )
-      files += matches
+  files = [x for patterns in flags.FLAGS.predict for x in _files(patterns)]
   width = max(map(len, files))
-  if not classifies:
-    unreadable = []
-    for file in files:
-      try:
-        (found,) = run.predict(file)
-      except UserError as error:
-        unreadable.append(file)
-        text = str(error)
-      else:
-        text = (
-          found.text
-          if isinstance(run.config, Wav2Vec2Config)
-          else ', '.join(f'{x.name} {x.score:.1%}' for x in found)
-        )
-      print(f'{file:{width}}  {text}')
-    return unreadable
   rows = []
+  for row, answer in (_classes if classifies else _contents)(run, files):
+    print(f'{row["file"]:{width}}  {answer}')
+    rows.append(row)
+  if path is not None:
+    _write_predictions(path, rows)
+  return [row['file'] for row in rows if 'error' in row]
+
+
+def _files(patterns: str) -> list[str]:
+  """Returns the files that a value of --predict names."""
+  files = []
+  for pattern in paths.split_globs(patterns) or [patterns]:
+    matches = [pattern]
+    # Names may hold the letters of patterns, such as `a[1].jpg`.
+    if not paths.expand(pattern).is_file():
+      matches = [x for x in sorted(paths.glob(pattern)) if os.path.isfile(x)]
+    if not matches:
+      raise UserError(
+        f'--predict={pattern}: no such file. Quote patterns, and name'
+        " what is in a folder, such as 'photos/*/*.jpg'."
+      )
+    files += matches
+  return files
+
+
+def _contents(run, files):
+  """Yields a row for each file, and the text or the objects in it."""
+  for file in files:
+    try:
+      (content,) = run.predict(file)
+    except UserError as error:
+      yield {'file': file, 'error': str(error)}, str(error)
+      continue
+    if isinstance(run.config, Wav2Vec2Config):
+      answer = content.text
+    else:
+      answer = ', '.join(f'{x.name} {x.score:.1%}' for x in content)
+    yield {'file': file}, answer
+
+
+def _classes(run, files):
+  """Yields a row for each picture, with its probabilities, and as text."""
   for chunk in itertools.batched(files, _BATCH):
-    images, batch = [], [{'file': file} for file in chunk]
-    for row in batch:
+    images, rows = [], [{'file': file} for file in chunk]
+    for row in rows:
       try:
         images.append(run.preprocess([row['file']]))
       except image_folder.UnreadableImageError as error:
         row['error'] = str(error)
     answers = iter(run.classify(np.concatenate(images)) if images else ())
-    for row in batch:
+    for row in rows:
       answer = row.get('error')
       if answer is None:
         row['probabilities'] = next(answers)
         answer = ', '.join(
           f'{name} {p:.1%}' for name, p in row['probabilities'].items()
         )
-      print(f'{row["file"]:{width}}  {answer}')
-    rows += batch
-  if path is not None:
-    _write_predictions(path, rows)
-  return [row['file'] for row in rows if 'error' in row]
+      yield row, answer
 
 
 def _write_predictions(path, rows):

@@ -82,19 +82,9 @@ def arank(task, params, model_state) -> Study:
     if kwargs.get('segment_BL') is not None:
       segment_L = np.asarray(kwargs['segment_BL'][0])
     lengths_N.append(len(position_L))
-    counts_R2 = []
-    for layer in layers:
-      is_processed = layer.get('chosen', np.ones(len(position_L), bool))
-      at_K, of_K = position_L[is_processed], segment_L[is_processed]
-      distance_KS = at_K[:, None] - at_K
-      seen_KS = (distance_KS >= 0) & (of_K[:, None] == of_K)
-      if config.window is not None:
-        seen_KS &= distance_KS < config.window
-      # Slots may be empty, and lie between others.
-      real = layer.get('valid', np.s_[:])
-      q_KHC, k_KGC = (layer[name][real] for name in ('queries', 'keys'))
-      counts_R2.append((len(at_K), mean_rank(q_KHC, k_KGC, seen_KS)))
-    counts_NR2.append(counts_R2)
+    counts_NR2.append(
+      [_rank_of(x, position_L, segment_L, config.window) for x in layers]
+    )
   tokens_R, rank_R = np.mean(counts_NR2, axis=0).T
   share_R = rank_R / np.maximum(tokens_R - 1, 1)
   routed = config.routed_blocks
@@ -138,6 +128,20 @@ def _lowest(value_R, count: int) -> list[int]:
   """Returns the blocks of lowest value: `count`, or half of all for 0."""
   order = np.argsort(value_R, kind='stable')
   return sorted(order[: count or max(1, len(order) // 2)].tolist())
+
+
+def _rank_of(layer, position_L, segment_L, window):
+  """Returns how many tokens a block's attention processes, and its rank."""
+  is_processed = layer.get('chosen', np.ones(len(position_L), bool))
+  at_K, of_K = position_L[is_processed], segment_L[is_processed]
+  distance_KS = at_K[:, None] - at_K
+  seen_KS = (distance_KS >= 0) & (of_K[:, None] == of_K)
+  if window is not None:
+    seen_KS &= distance_KS < window
+  # Slots may be empty, and lie between others.
+  real = layer.get('valid', np.s_[:])
+  q_KHC, k_KGC = (layer[name][real] for name in ('queries', 'keys'))
+  return len(at_K), mean_rank(q_KHC, k_KGC, seen_KS)
 
 
 def mean_rank(q_LHC, k_LGC, seen_LS) -> float:

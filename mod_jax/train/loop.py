@@ -162,32 +162,13 @@ def build(
 
   Arguments are those of `train`. All checks come before the first write.
   """
-  if config.train.num_epochs is not None:
-    raise UserError(
-      f'train.num_epochs={config.train.num_epochs}: a single run is counted in'
-      ' steps, which tasks.phases.train derives; set train.num_steps.'
-    )
-  if config.train.frozen is not None and config.init is None:
-    raise UserError(
-      f'train.frozen={config.train.frozen} and init=None: frozen weights are'
-      ' read from init, so name a model there, or set train.frozen to None.'
-    )
-  began, num_steps = time.time(), config.train.num_steps
+  began, modality = time.time(), task.modality
   workdir = workdir_lib.expand(workdir)
-  profile_lib.check(workdir, profile, num_steps)
-  metrics_lib.check_wandb(config.log.wandb)
+  profile_lib.check(workdir, profile, config.train.num_steps)
   mesh = parallel.make_mesh(config.mesh)
-  modality = task.modality
-  modality.check()
+  _check(config, modality, mesh)
   best = config.checkpoint.best
   direction = 1 if best is None else task.direction(best)
-  for rows, what in (
-    (config.train.rows, 'train.batch_size / grad_accum_steps'),
-    (config.evaluation.batch_size, 'evaluation.batch_size'),
-  ):
-    parallel.check_batch(rows, mesh, what)
-  # Raises if held-out data are missing: now, not at the first evaluation.
-  modality.eval_batches(batch_size=1, num_batches=1)
   index, count = parallel.row_shard(mesh)
   iterator = modality.train_iterator(shard_index=index, shard_count=count)
   origin = origin_lib.describe(config, modality)
@@ -198,10 +179,10 @@ def build(
   checkpoints = workdir_lib.checkpoints(workdir)
   saved = checkpoints_lib.steps(checkpoints)
   start = max(saved, default=0)
-  if changed and start > num_steps:
+  if changed and start > config.train.num_steps:
     raise UserError(
-      f'train.num_steps={num_steps}: the run in {workdir} has taken {start}'
-      ' steps already; give at least as many.'
+      f'train.num_steps={config.train.num_steps}: the run in {workdir} has'
+      f' taken {start} steps already; give at least as many.'
     )
   with jax.set_mesh(mesh):
     optimizer, abstract = state_lib.of_run(task, mesh)
@@ -252,12 +233,6 @@ def build(
       # The writer removes lines of steps that were not saved.
       records = metrics_lib.read(workdir)
       reached = max((record['step'] for record in records), default=0)
-      flops_of = functools.cache(task.flops_per_step)
-      tokens = modality.tokens_per_step
-
-      def flops_of_step(step):
-        return flops_of(task.static_args(step - 1))
-
       with (
         metrics_lib.MetricWriter(
           workdir,
@@ -267,16 +242,7 @@ def build(
           config_json=config_lib.to_json(config),
           name=config.name,
         ) as writer,
-        Progress(
-          num_steps,
-          start,
-          tokens_per_step=tokens,
-          # Where batches differ, it is that of the longest.
-          flops_of_step=None if tokens is None else flops_of_step,
-          peak=peaks.total(mesh.devices.flat, task.dtype),
-          unit=modality.unit,
-          enabled=first,
-        ) as progress,
+        _progress(task, config, mesh, start) as progress,
       ):
         writer.event(
           'start',
@@ -305,6 +271,48 @@ def build(
           teacher=teacher,
           compiled_step=compiled_step,
         )
+
+
+def _check(config, modality, mesh):
+  """Raises UserError for what can be seen before anything is computed."""
+  if config.train.num_epochs is not None:
+    raise UserError(
+      f'train.num_epochs={config.train.num_epochs}: a single run is counted in'
+      ' steps, which tasks.phases.train derives; set train.num_steps.'
+    )
+  if config.train.frozen is not None and config.init is None:
+    raise UserError(
+      f'train.frozen={config.train.frozen} and init=None: frozen weights are'
+      ' read from init, so name a model there, or set train.frozen to None.'
+    )
+  metrics_lib.check_wandb(config.log.wandb)
+  modality.check()
+  for rows, what in (
+    (config.train.rows, 'train.batch_size / grad_accum_steps'),
+    (config.evaluation.batch_size, 'evaluation.batch_size'),
+  ):
+    parallel.check_batch(rows, mesh, what)
+  # Raises if held-out data are missing: now, not at the first evaluation.
+  modality.eval_batches(batch_size=1, num_batches=1)
+
+
+def _progress(task, config, mesh, start) -> Progress:
+  flops_of = functools.cache(task.flops_per_step)
+  tokens = task.modality.tokens_per_step
+
+  def flops_of_step(step):
+    return flops_of(task.static_args(step - 1))
+
+  return Progress(
+    config.train.num_steps,
+    start,
+    tokens_per_step=tokens,
+    # Where batches differ, it is that of the longest.
+    flops_of_step=None if tokens is None else flops_of_step,
+    peak=peaks.total(mesh.devices.flat, task.dtype),
+    unit=task.modality.unit,
+    enabled=jax.process_index() == 0,
+  )
 
 
 def _new_state(task, config, optimizer, abstract, origin):
