@@ -1,10 +1,12 @@
-"""Time of matrix products with two rows, over that with a single one.
+"""Time of matrix products with a single token's features, by their form.
 
     python benchmarks/one_row.py
 
-`layers.dense.einsum` takes two rows for one where this says that it pays. The
-matrix has the size of SmolLM2-135M's head, transposed as that of a tied head
-or not. The result is written beside this file as JSON.
+`layers.dense.einsum` and `layers.quantized` choose by it. The matrix has the
+size of SmolLM2-135M's head, [I, O] or, as that of a tied head, [O, I]; a row
+has I features. Forms are one row, two equal ones, and a vector, which has no
+axis of rows. In int8 a token's features are two rows, so there it is the layout
+that matters. The result is written beside this file as JSON.
 """
 
 import functools
@@ -20,33 +22,46 @@ import results as results_lib
 _INPUTS = flags.DEFINE_integer('inputs', 576, 'I')
 _OUTPUTS = flags.DEFINE_integer('outputs', 49152, 'O')
 _ROUNDS = flags.DEFINE_integer('rounds', 30, 'Timed calls of each.')
+_LAYOUTS = 'IO', 'OI'
+_FORMS = {'one row': 1, 'two rows': 2, 'vector': None}  # Numbers of rows.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def product(layout: str, x, matrix):
+  """Returns features times a matrix, as integers in int32."""
+  rows = 'T' * (x.ndim - 1)
+  dtype = jnp.int32 if x.dtype == jnp.int8 else x.dtype
+  spec = f'{rows}I,{layout}->{rows}O'
+  return jnp.einsum(spec, x, matrix, preferred_element_type=dtype)
+
+
+def measure(dtype: str, forms) -> dict:
+  """Returns seconds by form and layout, and over those of the first."""
+  inputs, outputs = _INPUTS.value, _OUTPUTS.value
+  matrix_IO = jnp.ones((inputs, outputs), dtype)
+  calls = {}
+  for layout in _LAYOUTS:
+    matrix = matrix_IO if layout == 'IO' else matrix_IO.T.copy()
+    for form in forms:
+      rows = _FORMS[form]
+      x = jnp.ones(inputs if rows is None else (rows, inputs), dtype)
+      calls[f'{layout}, {form}'] = functools.partial(product, layout, x, matrix)
+  seconds = timing.interleaved(calls, rounds=_ROUNDS.value, warmup=3)
+  first, *others = calls
+  return {
+    'median_seconds': timing.medians(seconds),
+    f'over {first}': {
+      name: timing.ratio_spread(seconds, name, first) for name in others
+    },
+  }
 
 
 def main(_):
-  inputs, key = _INPUTS.value, jax.random.key(0)
-  products = {
-    'plain': jax.jit(lambda x_TI, w_IO: x_TI @ w_IO),
-    'transposed': jax.jit(lambda x_TI, w_OI: x_TI @ w_OI.T),
-  }
-  ratios = {}
-  for dtype in ('float32', 'bfloat16'):
-    matrix_IO = jax.random.normal(key, (inputs, _OUTPUTS.value), dtype)
-    for name, product in products.items():
-      matrix = matrix_IO if name == 'plain' else matrix_IO.T.copy()
-      calls = {
-        rows: functools.partial(
-          product, jnp.ones((rows, inputs), dtype), matrix
-        )
-        for rows in (1, 2)
-      }
-      seconds = timing.interleaved(calls, rounds=_ROUNDS.value, warmup=3)
-      ratios[f'{dtype}, {name}'] = {
-        'median_seconds': timing.medians(seconds),
-        'two_rows_over_one': timing.ratio_spread(seconds, 2, 1),
-      }
+  products = {name: measure(name, _FORMS) for name in ('float32', 'bfloat16')}
+  products['int8'] = measure('int8', ['two rows'])
   names = 'inputs', 'outputs', 'rounds'
   results_lib.save(
-    __file__, {**results_lib.settings(*names), 'products': ratios}
+    __file__, {**results_lib.settings(*names), 'products': products}
   )
 
 

@@ -28,18 +28,17 @@ def einsum(
 
   In `spec` each letter is in at least two of x, kernel and result. `out_dtype`
   of the result avoids rounding to x's dtype first. If the kernel's logical axis
-  `embed` is sharded, it is gathered once, in x's dtype. The last axis of x is
-  contracted with a `Quantized` kernel's axis of inputs.
+  `embed` is sharded, it is gathered once, in x's dtype. A `Quantized` kernel
+  has its own order of axes.
   """
   out_dtype = out_dtype or x.dtype
   if isinstance(kernel, Quantized):
     return kernel.product(x, out_dtype)
   of_x, of_kernel = spec.partition('->')[0].split(',')
   is_row = x.size == x.shape[-1] and of_x[0] not in of_kernel
-  is_slow = x.dtype == jnp.bfloat16 or of_x[-1] == of_kernel[-1]
-  if is_row and is_slow and choice.platform() == 'cpu':
-    # A single row times a matrix that is transposed, or in bfloat16, takes XLA
-    # for CPUs up to three times as long as two (`benchmarks/one_row.py`).
+  if is_row and x.dtype == jnp.bfloat16 and choice.platform() == 'cpu':
+    # A single row in bfloat16 takes XLA for CPUs up to twice as long as two
+    # (`benchmarks/one_row.py`).
     return einsum(spec, jnp.concatenate([x, x]), kernel, out_dtype, axes)[:1]
   if x.dtype == kernel.dtype:  # Then the plain product is enough.
     return jnp.einsum(spec, x, kernel, preferred_element_type=out_dtype)
@@ -94,6 +93,17 @@ _mixed_einsum = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
 _mixed_einsum.defvjp(_forward, _backward)
 
 
+def matrix(
+  module: nn.Module, init, axes, shape: tuple[int, ...]
+) -> jax.Array | Quantized:
+  """Returns the parameter `kernel`, or the `Quantized` in its place."""
+  kernel = module.get_variable('params', 'kernel')
+  if isinstance(kernel, Quantized):  # Its shape is another one.
+    return kernel
+  init = nn.with_logical_partitioning(init, axes)
+  return module.param('kernel', init, shape)
+
+
 class Linear(nn.Module):
   """A linear map over the last `contract` axes, with named axes.
 
@@ -131,16 +141,15 @@ class Linear(nn.Module):
       in_axis=tuple(range(inputs)),
       out_axis=tuple(range(inputs, inputs + outputs)),
     )
-    kernel = self.param(
-      'kernel',
-      nn.with_logical_partitioning(init, self.axes),
-      (*x.shape[-inputs:], *self.features),
-    )
+    shape = (*x.shape[-inputs:], *self.features)
+    kernel = matrix(self, init, self.axes, shape)
     # Flatten to a product of matrices: for the gradient of a kernel with
     # several input axes, XLA would transpose all features first.
     batch = x.shape[: x.ndim - inputs]
     x_TI = x.reshape(math.prod(batch), -1)
-    kernel_IO = kernel.reshape(x_TI.shape[1], math.prod(self.features))
+    kernel_IO = kernel
+    if not isinstance(kernel, Quantized):
+      kernel_IO = kernel.reshape(x_TI.shape[1], math.prod(self.features))
     # Flattened axes (heads and channels) have no single name.
     axes = tuple(
       names[0] if len(names) == 1 else None

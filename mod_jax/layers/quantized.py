@@ -19,9 +19,13 @@ _LARGEST = 127
 class Quantized:
   """Takes the place of a float matrix of parameters.
 
+  The last axis is that of inputs, since products for a few tokens then take a
+  CPU less time (`benchmarks/one_row.py`). A transpose before a product would
+  make XLA widen the matrix to int32.
+
   Attributes:
-    values: int8 integers of the array's shape.
-    scale: float32 factors on them, of size 1 along the inputs' axes.
+    values: int8 integers.
+    scale: float32 factors on them, of size 1 along the inputs' axis.
   """
 
   values: jax.Array
@@ -30,13 +34,10 @@ class Quantized:
   @classmethod
   def of(cls, array: jax.Array, inputs: Sequence[int]) -> 'Quantized':
     """Rounds a float array, whose axes `inputs` are contracted in products."""
-    array = jnp.asarray(array, jnp.float32)
-    values, scale = _rounded(array, tuple(inputs))
-    return cls(values, scale)
-
-  @property
-  def T(self) -> 'Quantized':
-    return Quantized(self.values.T, self.scale.T)
+    array = jnp.moveaxis(
+      jnp.asarray(array, jnp.float32), inputs, range(-len(inputs), 0)
+    )
+    return cls(*_rounded(array.reshape(*array.shape[: -len(inputs)], -1)))
 
   def __getitem__(self, rows) -> 'Quantized':
     return Quantized(self.values[rows], self.scale[rows])
@@ -45,22 +46,22 @@ class Quantized:
     """Returns the float array that the integers stand for."""
     return (self.values * self.scale).astype(dtype)
 
-  def reshape(self, num_inputs: int, num_outputs: int) -> 'Quantized':
-    """Returns the matrix of an array whose first axes are the inputs."""
-    values = self.values.reshape(num_inputs, num_outputs)
-    return Quantized(values, self.scale.reshape(1, -1))
+  @property
+  def T(self) -> jax.Array:
+    """The float matrix [I, O] that a matrix stands for."""
+    return self.astype(jnp.float32).T
 
   def product(self, x: jax.Array, out_dtype) -> jax.Array:
     """Returns features [..., I] times this matrix, in `out_dtype`."""
-    axis = self.scale.shape.index(1)
     x_TI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    high_TI, scale_T1 = _rounded(x_TI, (1,))
+    high_TI, scale_T1 = _rounded(x_TI)
     rest_TI = x_TI - high_TI * scale_T1
     low_scale_T1 = scale_T1 / (2 * _LARGEST)
     low_TI = jnp.round(rest_TI / low_scale_T1).astype(jnp.int8)
-    sums = jax.lax.dot_general(
-      *(jnp.concatenate([high_TI, low_TI]), self.values),
-      (((1,), (axis,)), ((), ())),
+    sums = jnp.einsum(
+      'TI,OI->TO',
+      jnp.concatenate([high_TI, low_TI]),
+      self.values.reshape(-1, x.shape[-1]),
       preferred_element_type=jnp.int32,
     )
     high_TO, low_TO = jnp.split(sums, 2)
@@ -69,8 +70,8 @@ class Quantized:
     return y_TO.reshape(*x.shape[:-1], -1).astype(out_dtype)
 
 
-def _rounded(array, axes):
-  """Returns int8 integers and their scale, which is common to the axes."""
-  largest = jnp.max(jnp.abs(array), axis=axes, keepdims=True)
+def _rounded(array):
+  """Returns int8 integers and their scale, common to the last axis."""
+  largest = jnp.max(jnp.abs(array), axis=-1, keepdims=True)
   scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny) / _LARGEST
   return jnp.round(array / scale).astype(jnp.int8), scale

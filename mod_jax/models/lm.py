@@ -24,6 +24,7 @@ from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.lora import AdaptedConfig, LoRAConfig, linear_maps
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.quantized import Quantized
 from mod_jax.layers.rope import RopeScaling
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.slots import Slot
@@ -387,12 +388,12 @@ class LanguageModel(nn.Module):
     norm = dense.rms_norm(config.norm_epsilon, config.dtype, 'norm')
     x_BLD = norm(output.x_BLD)
     early_features = stack_lib.collect(output.aux, 'features')
-    # Not transposed: loops over tokens would copy the table.
-    if config.tied_head:
-      axes, kernel = 'VD', embedding_VD
-    else:
-      axes = 'DV'
+    kernel = embedding_VD
+    if not config.tied_head:
       kernel = _Head((config.width, config.vocab_size), name='head')()
+    # A table is not transposed, or loops over tokens would copy it.
+    is_table = config.tied_head or isinstance(kernel, Quantized)
+    axes = 'VD' if is_table else 'DV'
     logits_BLV = loss = early_loss = right_BL = None
     if prompt:
       x_BLD = _last(x_BLD, valid_BL)
@@ -404,7 +405,7 @@ class LanguageModel(nn.Module):
     else:
       if weights_BL is None:
         weights_BL = jnp.ones(targets_BL.shape, jnp.float32)
-      kernel_DV = kernel.T if config.tied_head else kernel
+      kernel_DV = kernel.T if is_table else kernel
       loss = losses.head_loss(x_BLD, kernel_DV, targets_BL, weights_BL)
       if not self.mode.train:
         right_BL = _right(x_BLD, f'D,{axes}->V', kernel, targets_BL)
@@ -471,8 +472,7 @@ class _Head(nn.Module):
   @nn.compact
   def __call__(self) -> jax.Array:
     init = nn.initializers.variance_scaling(1.0, 'fan_in', 'truncated_normal')
-    init = nn.with_logical_partitioning(init, ('embed', 'vocab'))
-    return self.param('kernel', init, self.shape)
+    return dense.matrix(self, init, ('embed', 'vocab'), self.shape)
 
 
 def check_tokens(
