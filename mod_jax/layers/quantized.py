@@ -70,6 +70,7 @@ class Quantized:
     return y_TO.reshape(*x.shape[:-1], -1).astype(out_dtype)
 
 
+@jax.jit
 def _rounded(array):
   """Returns int8 integers and their scale, common to the last axis."""
   largest = jnp.max(jnp.abs(array), axis=-1, keepdims=True)
