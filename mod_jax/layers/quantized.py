@@ -54,25 +54,30 @@ class Quantized:
   def product(self, x: jax.Array, out_dtype) -> jax.Array:
     """Returns features [..., I] times this matrix, in `out_dtype`."""
     x_TI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    high_TI, scale_T1 = _rounded(x_TI)
-    rest_TI = x_TI - high_TI * scale_T1
-    low_scale_T1 = scale_T1 / (2 * _LARGEST)
-    low_TI = jnp.round(rest_TI / low_scale_T1).astype(jnp.int8)
+    scale_T1 = _scale(x_TI)
+    x_TI /= scale_T1
+    high_TI = jnp.round(x_TI)
+    low_TI = jnp.round((x_TI - high_TI) * (2 * _LARGEST))
     sums = jnp.einsum(
       'TI,OI->TO',
-      jnp.concatenate([high_TI, low_TI]),
+      jnp.concatenate([high_TI, low_TI]).astype(jnp.int8),
       self.values.reshape(-1, x.shape[-1]),
       preferred_element_type=jnp.int32,
     )
     high_TO, low_TO = jnp.split(sums, 2)
-    y_TO = scale_T1 * high_TO + low_scale_T1 * low_TO
+    y_TO = (high_TO + low_TO / (2 * _LARGEST)) * scale_T1
     y_TO *= self.scale.reshape(1, -1)
     return y_TO.reshape(*x.shape[:-1], -1).astype(out_dtype)
 
 
+def _scale(array):
+  """Returns the factors with which integers stand for the last axis."""
+  largest = jnp.max(jnp.abs(array), axis=-1, keepdims=True)
+  return jnp.maximum(largest, jnp.finfo(jnp.float32).tiny) / _LARGEST
+
+
 @jax.jit
 def _rounded(array):
-  """Returns int8 integers and their scale, common to the last axis."""
-  largest = jnp.max(jnp.abs(array), axis=-1, keepdims=True)
-  scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny) / _LARGEST
+  """Returns int8 integers, and their scale."""
+  scale = _scale(array)
   return jnp.round(array / scale).astype(jnp.int8), scale
