@@ -4,9 +4,9 @@
 
 `layers.dense.einsum` and `layers.quantized` choose by it. The matrix has the
 size of SmolLM2-135M's head, [I, O] or, as that of a tied head, [O, I]; a row
-has I features. Forms are one row, two equal ones, and a vector, which has no
-axis of rows. In int8 a token's features are two rows, so there it is the layout
-that matters. The result is written beside this file as JSON.
+has I features. A token is one row or two equal ones; in int8 its features are
+always two, so there it is the layout that matters. The result is written beside
+this file as JSON.
 """
 
 import functools
@@ -23,29 +23,27 @@ _INPUTS = flags.DEFINE_integer('inputs', 576, 'I')
 _OUTPUTS = flags.DEFINE_integer('outputs', 49152, 'O')
 _ROUNDS = flags.DEFINE_integer('rounds', 30, 'Timed calls of each.')
 _LAYOUTS = 'IO', 'OI'
-_FORMS = {'one row': 1, 'two rows': 2, 'vector': None}  # Numbers of rows.
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def product(layout: str, x, matrix):
+def product(layout: str, x_TI, matrix):
   """Returns features times a matrix, as integers in int32."""
-  rows = 'T' * (x.ndim - 1)
-  dtype = jnp.int32 if x.dtype == jnp.int8 else x.dtype
-  spec = f'{rows}I,{layout}->{rows}O'
-  return jnp.einsum(spec, x, matrix, preferred_element_type=dtype)
+  dtype = jnp.int32 if x_TI.dtype == jnp.int8 else x_TI.dtype
+  spec = f'TI,{layout}->TO'
+  return jnp.einsum(spec, x_TI, matrix, preferred_element_type=dtype)
 
 
-def measure(dtype: str, forms) -> dict:
-  """Returns seconds by form and layout, and over those of the first."""
+def measure(dtype: str, counts: tuple[int, ...]) -> dict:
+  """Returns seconds by layout and number of rows, and over the first's."""
   inputs, outputs = _INPUTS.value, _OUTPUTS.value
   matrix_IO = jnp.ones((inputs, outputs), dtype)
   calls = {}
   for layout in _LAYOUTS:
     matrix = matrix_IO if layout == 'IO' else matrix_IO.T.copy()
-    for form in forms:
-      rows = _FORMS[form]
-      x = jnp.ones(inputs if rows is None else (rows, inputs), dtype)
-      calls[f'{layout}, {form}'] = functools.partial(product, layout, x, matrix)
+    for rows in counts:
+      x_TI = jnp.ones((rows, inputs), dtype)
+      name = f'{layout}, rows: {rows}'
+      calls[name] = functools.partial(product, layout, x_TI, matrix)
   seconds = timing.interleaved(calls, rounds=_ROUNDS.value, warmup=3)
   first, *others = calls
   return {
@@ -57,8 +55,8 @@ def measure(dtype: str, forms) -> dict:
 
 
 def main(_):
-  products = {name: measure(name, _FORMS) for name in ('float32', 'bfloat16')}
-  products['int8'] = measure('int8', ['two rows'])
+  products = {name: measure(name, (1, 2)) for name in ('float32', 'bfloat16')}
+  products['int8'] = measure('int8', (2,))
   names = 'inputs', 'outputs', 'rounds'
   results_lib.save(
     __file__, {**results_lib.settings(*names), 'products': products}

@@ -37,7 +37,7 @@ def einsum(
   of_x, of_kernel = spec.partition('->')[0].split(',')
   is_row = x.size == x.shape[-1] and of_x[0] not in of_kernel
   if is_row and x.dtype == jnp.bfloat16 and choice.platform() == 'cpu':
-    # A single row in bfloat16 takes XLA for CPUs up to twice as long as two
+    # A single row in bfloat16 takes XLA for CPUs longer than two do
     # (`benchmarks/one_row.py`).
     return einsum(spec, jnp.concatenate([x, x]), kernel, out_dtype, axes)[:1]
   if x.dtype == kernel.dtype:  # Then the plain product is enough.

@@ -385,11 +385,11 @@ class _Language(_Published):
         'Of the settings of generation in %s, this is not followed: %s.',
         *(path, '; '.join(unfollowed)),
       )
-    # An export of ours; how other folders without that file begin texts, only
-    # transformers knows.
-    told = paths.read_object(self.path / 'tokenizer_config.json')
-    ours = told.get('tokenizer_class') == 'PreTrainedTokenizerFast'
-    pieces = ours and not (self.path / 'tokenizer.json').exists()
+    # Without a tokenizer.json, only what `export` wrote is read: in others no
+    # file says whether texts start with a begin token.
+    settings = paths.read_object(self.path / 'tokenizer_config.json')
+    exported = settings.get('tokenizer_class') == 'PreTrainedTokenizerFast'
+    pieces = exported and not (self.path / 'tokenizer.json').exists()
     return self._reads(
       TextDataConfig(
         tokenizer='sentencepiece' if pieces else 'huggingface',
