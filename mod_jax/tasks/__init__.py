@@ -1,4 +1,13 @@
-"""Tasks: a modality and a training method, chosen by the experiment."""
+"""Tasks: a modality and a training method, chosen by the experiment.
+
+* `experiment`: the config of a run, and the settings of its method;
+* `phases`: experiments of several runs, each started from the one before;
+* `plain`: the method that `adaptive`, `distilled` and `pruning` extend;
+* `modality`: the interface of `language`, `images`, `detection`, `speech` and
+  `vision_language`; `pictures`: the common part of `images` and `detection`;
+* `warm_start`: initial weights from another run or from published files;
+* `expert_pictures`: data for the pictures of experts.
+"""
 
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
@@ -23,8 +32,9 @@ from mod_jax.train import evaluation
 def make_task(config: ExperimentConfig, workdir=None) -> Plain:
   """Returns the task that an experiment describes.
 
-  `workdir` is the directory of its run, which may hold `Data.files` already, or
-  None for a task without a run.
+  `workdir` is the directory of the task's run, or None for a task without a
+  run. The files of `Data.files`, such as a tokenizer, are read from there if
+  the run has written them already.
   """
   if isinstance(config.model, LMConfig):
     modality = Language(config, workdir)
@@ -36,7 +46,8 @@ def make_task(config: ExperimentConfig, workdir=None) -> Plain:
     modality = VisionLanguage(config)
   else:
     modality = Images(config)
-  # Adaptive modules are trained last, from a pruned or routed model.
+  # Test this first: a pruned or routed model may have adaptive modules, too,
+  # and these are trained after it.
   if config.model.adaptive is not None:
     method = Adaptive
   elif isinstance(config.model, DynamicViTConfig):
@@ -51,8 +62,8 @@ def make_task(config: ExperimentConfig, workdir=None) -> Plain:
 def load(workdir, *, step: best.Step = None) -> evaluation.Trained:
   """Returns the task and the parameters of a run; changes nothing on disk.
 
-  `step` is that of the checkpoint, or 'best'; by default it is the newest
-  usable one.
+  `step` is the step of the checkpoint, or 'best' for the step in `best.json`;
+  None loads the newest usable checkpoint.
 
   Raises:
     UserError: there is no run, or no such checkpoint, or it does not fit the

@@ -23,11 +23,11 @@ from mod_jax.tasks.plain import Plain, joined
 
 
 class Adaptive(Plain):
-  """Converts a transformer; see `experiment.ACMObjective`.
+  """Makes a transformer adaptive; see `experiment.ACMObjective`.
 
-  A task is one phase. The first two train each module separately, on inputs and
-  outputs from one forward pass of the frozen model that is converted; the last
-  trains the whole model. The converted model may be routed or pruned: then it
+  A task is one phase. The first two train each adaptive module separately, on
+  inputs and outputs from one forward pass of the frozen original model; the
+  last trains the whole model. The original may be routed or pruned: then it
   drops tokens as at inference, and adaptive modules learn from the tokens that
   reach them.
   """
@@ -67,7 +67,7 @@ class Adaptive(Plain):
     return None if self.objective.phase == 'end_to_end' else self.converted()
 
   def converted(self):
-    """Returns the variables of the model that is converted."""
+    """Returns the variables of the original model, which is made adaptive."""
     return self.load_teacher(
       acm.without(self.config.model),
       'init is missing: learners and gates learn from the model that is'
@@ -102,7 +102,7 @@ class Adaptive(Plain):
     return pairs, ({'loss': (loss * count, count)}, model_state)
 
   def _capture(self, teacher, batch, rng, *, train):
-    """Returns the inputs and outputs of the converted model's modules."""
+    """Returns `acm.Captured` of each dense module to be replaced, by name."""
     model, mode = self.config.model, Mode()
     if train and model.routing is not None:
       mode = Mode(routing=model.routing.train_mode)
@@ -116,7 +116,7 @@ class Adaptive(Plain):
     return module.apply({'params': params}, z_BLD)
 
   def _module_loss(self, module, params, seen):
-    """Returns the loss of a module on the input and output of the dense one."""
+    """Returns a module's loss on the captured input and output, `seen`."""
     sums_KBLD, choice = self._run_all(module, params, seen.z_BLD)
     if self.objective.phase == 'learners':
       return acm_losses.distillation(sums_KBLD, seen.y_BLD, seen.valid_BL)
@@ -165,9 +165,10 @@ class Adaptive(Plain):
     return pairs, (metric_sums, model_state)
 
   def flops_per_step(self, static_args):
-    """Counts a pass of the teacher, and three of what the phase trains.
+    """Returns the FLOPs of a step; a backward pass counts as two forward ones.
 
-    Gates learn from one pass of the learners, which they do not change.
+    The phases `learners` and `gates` add a forward pass of the teacher, and
+    `gates` one of the learners, which it does not train.
     """
     model, batch = self.config.model, self.config.train.batch_size
     if self.objective.phase in ('end_to_end', 'all'):
@@ -220,14 +221,14 @@ class Adaptive(Plain):
       return metric_sums
     choices = stack_lib.collect(output.aux, 'adaptive')
     real_B1 = self.modality.token_weights(batch)
-    # Batches of recordings differ in length.
+    # Take the length of this batch: batches of recordings differ in length.
     length = real_B1.shape[1] if self.modality.length else None
     spent_BL, whole_BL = (x * real_B1 for x in self._compute(choices, length))
     whole_B = whole_BL.sum(axis=-1)
     count = jnp.sum(whole_B > 0)
     # The load of a row of padding is 0.
     load_B = _ratio(spent_BL.sum(axis=-1), whole_B)
-    # Tokens are weighted by the modules that they reach.
+    # Weigh each token by the cost of all learners of the modules it reaches.
     token_square = jnp.sum(spent_BL * _ratio(spent_BL, whole_BL))
     whole = self._whole(choices)
     tokens = whole_B.sum() / whole
@@ -239,16 +240,17 @@ class Adaptive(Plain):
     }
 
   def _whole(self, choices) -> float:
-    """Returns the cost of all learners of these modules, on one token."""
+    """Returns one token's cost of all learners of the modules in `choices`."""
     reached = [self.learners[name] for name in choices]
     return sum(learners.cost * learners.max for learners in reached)
 
   def _compute(self, choices, length=None) -> tuple[jax.Array, jax.Array]:
-    """Returns spent_BL and whole_BL, of all tokens of a row.
+    """Returns spent_BL and whole_BL, the compute of each token.
 
-    These are the cost of the learners that a token ran, and of all learners of
-    the modules that it reached; both are 0 for a token that reached none.
-    `length` is that of the row; None for that of all rows, or of the longest.
+    `spent` is the cost of the learners that the token ran, and `whole` the cost
+    of all learners of the modules that it reached; both are 0 for a token that
+    reached no module. `length` is the number of tokens of a row; None for that
+    of the modality or, if it has none, of the model.
     """
     if length is None:
       (length,) = self.modality.length or (self.config.model.num_tokens,)
@@ -268,18 +270,19 @@ class Adaptive(Plain):
     return total_BL2[..., 0], total_BL2[..., 1]
 
   def share_per_token(self, choices, length=None) -> jax.Array:
-    """Returns share_BL: a token's share of the cost of all learners.
+    """Returns share_BL: cost of the learners that a token ran, over all cost.
 
-    The cost is of all modules in `choices`, also those that the token does not
-    reach. `choices` are those of some or all adaptive modules, by name;
-    `length` as for `_compute`.
+    The latter is that of all learners of all modules in `choices`, whether or
+    not the token reaches them. `choices` are the gates' choices of some or all
+    adaptive modules, by name; `length` as for `_compute`.
     """
     return self._compute(choices, length)[0] / self._whole(choices)
 
   def load_per_row(self, choices) -> jax.Array:
-    """Returns load_B: a row's share of the cost of all learners.
+    """Returns load_B: cost of the learners that a row ran, over all cost.
 
-    The cost is of the modules that its tokens reach, as for the budget.
+    The latter is that of all learners, summed over the tokens that reach each
+    module, as in the budget loss.
     """
     spent_BL, whole_BL = self._compute(choices)
     return _ratio(spent_BL.sum(axis=-1), whole_BL.sum(axis=-1))
@@ -328,7 +331,7 @@ class Adaptive(Plain):
     dense = flops.published_macs(twin, *self.modality.length)
     for prefix, mode in self.eval_modes().items():
       title = prefix.rstrip('/') or 'gated'
-      # Other rules process a number of tokens that is not known.
+      # Under other rules than top-k, the number of routed tokens is not known.
       cost = ['-'] * 3
       if mode == Mode() or mode.learners != 'gated':
         learners = None if mode == Mode() else mode.learners
@@ -356,7 +359,8 @@ class Adaptive(Plain):
     if self.objective.phase in ('learners', 'gates'):
       # In the end-to-end phase learners no longer imitate the dense module.
       figures = self._error_map(params)
-    # Which tokens reach the modules, if not all do.
+    # Without its adaptive modules the model is not dense: draw its routing,
+    # pruning, merging or experts.
     if acm.without(model) != model.dense_twin():
       figures |= self.modality.pictures(self, params, model_state)
     if self.objective.phase == 'learners' or self.objective.static_learners:

@@ -19,11 +19,11 @@ from mod_jax.tasks.modality import ROWS
 from mod_jax.tasks.pictures import Pictures
 
 _PICTURED = 4  # Number of held-out pictures that are drawn.
-LEAST_SCORE = 0.5  # Of the boxes that are drawn.
+LEAST_SCORE = 0.5  # Minimum score of the boxes that are drawn.
 
 
 class Detection(Pictures):
-  """Objects of pictures, by a DETR."""
+  """Detection of objects in pictures by a DETR."""
 
   reader = data_lib
   columns = ('mAP', 'mAP50', 'loss')
@@ -69,9 +69,10 @@ class Detection(Pictures):
     return self.losses(output, batch)[1]['loss']
 
   def losses(self, output, batch):
-    """Returns the terms, which are means over different things.
+    """Returns the loss's terms, and their sum to report as `loss`.
 
-    `loss` is their sum, weighed by the rows of the batch.
+    Each term is a mean over its own number of items; the reported sum is
+    weighted by the rows of the batch.
     """
     target = batch['label'], batch['box']
     weight = self.config.model.class_weight
@@ -112,7 +113,7 @@ class Detection(Pictures):
       list(found), there, len(self.classes)
     )
     there_V = ~np.isnan(ap_VJ[:, 0])
-    # NaN where there are no objects at all.
+    # The means are NaN if the held-out data have no objects at all.
     mean_J = ap_VJ[there_V].mean(axis=0) if there_V.any() else ap_VJ[0]
     return {'mAP': mean_J.mean(), 'mAP50': mean_J[0]} | {
       f'ap/{self.classes[v]}': ap_VJ[v].mean() for v in np.flatnonzero(there_V)
@@ -141,8 +142,8 @@ def draw(
 ):
   """Returns pictures of the boxes and, of a routed model, of its tokens.
 
-  Pictures are padded and uint8, of the sizes `size_B2` without padding; boxes
-  have at least the score `least`.
+  `shown_BHWC` are padded uint8 images, and `size_B2` their heights and widths
+  without padding. Boxes with a score of at least `least` are drawn.
   """
   found = [
     boxes_of(*x, classes, size, least)
@@ -164,7 +165,11 @@ def draw(
 
 
 def boxes_of(logits_QV, boxes_Q4, classes, size, least: float):
-  """Returns [(name, score, left-top-right-bottom in pixels)], best first."""
+  """Returns an image's detections with a score of at least `least`.
+
+  They are [(class name, score, (left, top, right, bottom) in pixels)], best
+  first. `size` is (height, width).
+  """
   p_QV = np.asarray(jax.nn.softmax(jnp.asarray(logits_QV)))[:, :-1]
   score_Q, label_Q = p_QV.max(axis=-1), p_QV.argmax(axis=-1)
   corner_Q4 = np.asarray(detection.corners(jnp.asarray(boxes_Q4)))

@@ -25,8 +25,8 @@ class PruningObjective(config_lib.Validated):
   """The weights of DynamicViT's losses.
 
   Rao et al. 2021, section 3.4, Eq. 16 as published. The ratio loss only applies
-  if training masks patches: with the scores `predicted` and `static`. The
-  distillations need a teacher: the backbone, trained without dropping.
+  if training masks patches: with the scores `predicted` and `static`. The two
+  distillation losses need a teacher: the backbone, trained without dropping.
   """
 
   classification: config_lib.Weight = 1.0  # Weight of the cross-entropy.
@@ -36,7 +36,8 @@ class PruningObjective(config_lib.Validated):
   token_distillation: config_lib.Weight = 0.5
   # Weight of the divergence from the teacher's predictions.
   logit_distillation: config_lib.Weight = 0.5
-  teacher: str | None = None  # A run or checkpoint; None = that of `init`.
+  # Workdir or checkpoint with the teacher's weights; None = `init`.
+  teacher: str | None = None
 
   @property
   def needs_teacher(self) -> bool:
@@ -49,10 +50,11 @@ class PhaseConfig:
 
   num_steps: config_lib.Count  # 0 skips the phase.
   batch_size: config_lib.Size  # Rows of a step.
-  # Peak learning rate; with learners it falls to 1e-6. The other settings are
-  # those of the optimiser.
+  # Peak learning rate. In the phases of an adaptive model it falls to 1e-6.
+  # Momentum, weight decay and clipping are those of `optimizer`.
   learning_rate: config_lib.Positive
-  # The rate rises linearly from 0 over this many steps, or a fraction of all.
+  # The rate rises linearly from 0 over this many steps, or over this fraction
+  # of the phase's steps.
   warmup_steps: config_lib.Steps = 0
 
   def __post_init__(self):
@@ -70,31 +72,33 @@ class ACMObjective(config_lib.Validated):
 
   Three phases, each a run of its own: `learners` imitate the modules that they
   replace; `gates` learn from labels how many learners a token needs;
-  `end_to_end` trains everything for the task at the budget.
+  `end_to_end` trains all parameters for the task at the budget.
   """
 
   # The phase to train, or all in turn.
   phase: Literal['all', 'learners', 'gates', 'end_to_end'] = 'all'
-  budget: config_lib.Proper = 0.5  # β: mean share of all learners' cost.
-  # τ: a further learner is worth it if it divides the error by this.
+  # β: target of the computed fraction of the cost of all learners.
+  budget: config_lib.Proper = 0.5
+  # τ: one more learner is worth its cost if it divides the error by at least τ.
   tau: Annotated[float, config_lib.Range(gt=1)] = 1.2
   budget_weight: config_lib.Weight = 0.1  # α_b: weight of the budget loss.
   # α_e: weight of the entropy loss.
   entropy_weight: config_lib.Weight = 0.05
   # α_d: weight of the diversity loss.
   diversity_weight: config_lib.Weight = 0.05
-  # Factor on the learning rate of the gates, end to end; 1 in the paper. Short
-  # runs need more: gates move at most by the rate times the number of steps.
+  # Factor on the learning rate of the gates in `end_to_end`; 1 in the paper.
+  # Short runs need more: Adam moves a weight of a gate by about the learning
+  # rate per step, at most.
   gate_rate: config_lib.Weight = 1.0
-  # Fraction of the end-to-end steps in which gates sample; 1 in the paper.
-  # Later steps take the most likely choice, as inference does, which then meets
-  # the budget.
+  # Fraction of the steps of `end_to_end` in which gates sample their choices; 1
+  # in the paper. Later steps take the likeliest choice, as inference does, so
+  # that inference meets the budget, too.
   noise_until: config_lib.Probability = 1.0
-  # Learners that every token runs, end to end; 0 = as the gates choose. This is
-  # a control: a static model of the same cost.
+  # Number of learners that every token runs in `end_to_end`, as a control: a
+  # static model of the same cost. 0 = the gates choose.
   static_learners: config_lib.Count = 0
-  # Weights of the model without adaptive modules, which the first two phases
-  # learn from; None = those at `init`, or the teacher of an adaptive run there.
+  # Weights of the model without adaptive modules, the teacher of the first two
+  # phases. None = those at `init`; if an adaptive run is there, its teacher.
   teacher: str | None = None
   learners: PhaseConfig = PhaseConfig(
     num_steps=2000, batch_size=64, learning_rate=1e-3
@@ -125,10 +129,11 @@ class ConversionObjective(config_lib.Validated):
 
   # Weight of the divergence from the dense model's predictions.
   distillation: config_lib.Positive = 1.0
-  teacher: str | None = None  # A run or checkpoint; None = that of `init`.
+  # Workdir or checkpoint with the dense model's weights; None = `init`.
+  teacher: str | None = None
 
 
-# The data of each kind of model.
+# Class of the data config, by class of the model's config.
 _DATA = {
   LMConfig: TextDataConfig,
   ViTConfig: ImageDataConfig,
@@ -143,15 +148,16 @@ _PICTURES = (ImageDataConfig, DetectionDataConfig, ConversationDataConfig)
 
 
 def _within(model) -> str:
-  """Returns the prefix of the fields of the vision transformer."""
+  """Returns the vision transformer's place in a model: 'backbone.', or ''."""
   if isinstance(model, VLMConfig):
     return f'tower.{_within(model.tower)}'
   return 'backbone.' if isinstance(model, DynamicViTConfig) else ''
 
 
 def _objective_of(model) -> type | None:
-  """Returns the kind of objective that a model may have; None for none."""
-  # Adaptive modules are trained last, so their objective comes first.
+  """Returns the class of a model's objective; None if it has no objective."""
+  # Test this first: a pruned or routed model may have adaptive modules, too,
+  # and these are trained after it.
   if model.adaptive is not None:
     return ACMObjective
   if isinstance(model, DynamicViTConfig):
@@ -162,7 +168,7 @@ def _objective_of(model) -> type | None:
 
 
 def _parts(model) -> list[str]:
-  """Returns the fields of conditional computation in use, outermost first."""
+  """Returns the set fields of conditional computation, as `model.routing`."""
   inner, parts = 'model.', []
   if isinstance(model, DynamicViTConfig):
     inner, parts = 'model.backbone.', ['model.stages']
@@ -187,10 +193,10 @@ ModelConfig = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExperimentConfig(RunConfig):
-  """One run. Saved as `config.json` beside its checkpoints."""
+  """The config of a run, saved as `config.json` beside its checkpoints."""
 
-  # A language model, a vision transformer, a detector, a recogniser of speech,
-  # or a language model that sees.
+  # A language model, a vision transformer (dense, routed or pruned), a
+  # detector, a speech recogniser, or a vision-language model.
   model: ModelConfig = LMConfig()
   # The data, which must fit the model.
   data: (
@@ -200,10 +206,12 @@ class ExperimentConfig(RunConfig):
     | AudioDataConfig
     | ConversationDataConfig
   ) = TextDataConfig()
-  # Settings of the objective, for models that have some; None = defaults.
+  # Settings of the training of a pruned or adaptive model; None = the defaults.
+  # For a routed language model: ConversionObjective distils from the dense
+  # model, None does not.
   objective: PruningObjective | ACMObjective | ConversionObjective | None = None
-  # Trains the dense model first, from `init`, as a separate run in
-  # WORKDIR/phase_dense, from which this run then starts. None = does not.
+  # If set, the dense model is trained first, from `init`, as a separate run in
+  # WORKDIR/phase_dense, and this run starts from its weights.
   dense: PhaseConfig | None = None
 
   def __post_init__(self):
@@ -212,16 +220,17 @@ class ExperimentConfig(RunConfig):
       raise errors.UserError(problem)
 
   def implied(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that `config.replace` changes with those given.
+    """Returns further fields that `config.replace` changes with `changes`.
 
-    A model takes pictures of one size: either of its two fields sets both.
+    The model and the data each have a field for the size of the images: if only
+    one of them is changed, the other follows.
     """
     if not isinstance(self.data, _PICTURES):
       return {}
     inner = _within(self.model)
     sizes = {f'model.{inner}image_size', 'data.image_size'}
     given = sizes & changes.keys()
-    # Parts that are replaced as a whole bring their own.
+    # A model or data config that is replaced as a whole sets its own size.
     if len(given) != 1 or changes.keys() & {
       *('model', 'model.backbone', 'model.tower', 'model.tower.backbone'),
       'data',
@@ -230,7 +239,7 @@ class ExperimentConfig(RunConfig):
     return dict.fromkeys(sizes - given, changes[given.pop()])
 
   def _problems(self) -> Iterator[str]:
-    """Yields what does not fit between the parts."""
+    """Yields errors about parts of the config that do not fit together."""
     model, data, objective = self.model, self.data, self.objective
     kind, adaptive, parts = type(model).__name__, model.adaptive, _parts(model)
     data_class, expected = _DATA[type(model)], _objective_of(model)
@@ -266,7 +275,8 @@ class ExperimentConfig(RunConfig):
           f' most model.adaptive.num_learners={adaptive.num_learners}.'
         )
     frozen = self.train.frozen
-    # Learners bring rules of their own, some of which freeze nothing.
+    # Each phase of an adaptive model sets its own rules (`phases._rules`), and
+    # some phases freeze nothing.
     if frozen and adaptive is None and all(r[1] for r in self.optimizer.rules):
       yield (
         f'train.frozen={frozen} and optimizer.rules: no rule freezes anything'

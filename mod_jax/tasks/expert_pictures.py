@@ -22,9 +22,10 @@ def takers(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns expert_RBL, more_RBL and dropped_RBL of sequences of L tokens.
 
-  These are the expert with the largest logit of those that ran on each token;
-  whether others ran, too; and whether a chosen expert had no room for it.
-  Assignments in routed blocks cover the tokens that these process.
+  These are: of the experts that ran on a token, the one with the largest logit,
+  or `viz.NO_EXPERT`; whether further experts ran on the token; and whether a
+  chosen expert had no slot for it. Padding and tokens that a routed block does
+  not process are `viz.NOT_THERE`.
   """
   blocks_maps = []
   for assigned in jax.device_get(list(layers)):
@@ -56,8 +57,8 @@ def load_picture(task, params, model_state, mode: Mode, title: str):
   experts = task.config.model.experts
 
   def count(output, batch):
-    """Returns counts of choices, of tokens without any expert, of tokens."""
-    # Rows of padding do not count.
+    """Returns by layer counts of choices, of expertless tokens, of tokens."""
+    # Rows that only fill the batch do not count.
     real_B11 = task.modality.token_weights(batch).any(axis=-1)[:, None, None]
     counts = []
     for assigned in output.experts:
@@ -83,7 +84,7 @@ def load_picture(task, params, model_state, mode: Mode, title: str):
   count_RX, none_R, tokens_R = (np.stack(x) for x in zip(*total, strict=True))
   tokens_R = np.maximum(tokens_R, 1)
   targets_X = experts.per_token * np.array(experts.targets)
-  if experts.choice == 'expert':  # Then there are no no-ops.
+  if experts.choice == 'expert':  # Such models have no no-ops.
     per_token = experts.capacity_factor * experts.share / experts.num_experts
     targets_X = np.full(experts.num_experts, min(per_token, 1.0))
     count_RX = count_RX[:, : experts.num_experts]

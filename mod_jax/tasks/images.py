@@ -25,7 +25,7 @@ from mod_jax.tasks.modality import ROWS
 from mod_jax.tasks.pictures import Pictures
 
 _PICTURED = 6  # Number of held-out images in the pictures.
-_LOADED = 512  # About so many images whose compute is drawn.
+_LOADED = 512  # Approximate number of images whose compute is drawn.
 
 
 def _number(block: str) -> int:
@@ -56,7 +56,7 @@ class Images(Pictures):
 
   @property
   def _top_k(self) -> dict[str, int]:
-    """The k of each top-k accuracy: of few classes, top-5 would be trivial."""
+    """The k of each top-k accuracy; no top-5 with fewer than 10 classes."""
     num_classes = self.config.model.num_classes
     ranks = {'accuracy': 1, 'top5': 5}
     return {name: k for name, k in ranks.items() if 2 * k <= num_classes}
@@ -140,11 +140,11 @@ class Images(Pictures):
     return metric_sums
 
   def of_rows(self, rows):
-    """Returns the mean recall, or average precisions."""
+    """Returns the mean recall or, of several labels, average precisions."""
     if self.multi_label:
       ap_V = classification.average_precision(rows['label'], rows['score'])
       named = zip(self.classes, ap_V, strict=True)
-      # NaN is that of a class of which there is none, or the mean of none.
+      # A class without a positive image has no average precision (NaN).
       aps = {f'ap/{name}': ap for name, ap in named if not np.isnan(ap)}
       return {'mAP': np.mean([*aps.values()]) if aps else np.nan} | aps
     matrix_VV = classification.confusion(
@@ -171,11 +171,12 @@ class Images(Pictures):
       'throughput': studies.throughput,
     }
     model = self.config.model
-    if self.multi_label:  # The others ask for the one class.
+    if self.multi_label:  # The other studies need one true class per image.
       return by_name
     if model.adaptive is not None:
       by_name['robustness'] = adaptive_studies.robustness
-    # The study runs the dense model with the same weights.
+    # This study also runs the dense model with the weights of the routed one,
+    # so the two may differ only in their routing.
     if model.routing is not None and model == dataclasses.replace(
       model.dense_twin(), routing=model.routing
     ):
@@ -183,14 +184,14 @@ class Images(Pictures):
     return by_name
 
   def named(self, label) -> str:
-    """Returns the name of a class, or those of the true ones of a row [V]."""
+    """Returns a class's name or, of several labels, those of the true ones."""
     if not self.multi_label:
       return self.classes[label]
     true = np.flatnonzero(label)
     return ', '.join(self.classes[v] for v in true) or 'no label'
 
   def caption(self, label, logits_V) -> str:
-    """Returns what a picture is and, if it is not, what it is taken for."""
+    """Returns an image's true class and, if it differs, the predicted one."""
     guess = logits_V > 0 if self.multi_label else logits_V.argmax()
     true, predicted = self.named(label), self.named(guess)
     if true == predicted:
@@ -265,7 +266,7 @@ class Images(Pictures):
     routed = model.routed_blocks
     chosen = []
     for i, routed_block in zip(routed, output.routing, strict=True):
-      # All images have equally many tokens left, in order.
+      # `_left` marks the tokens that the block sees, equally many per image.
       chosen_BL = np.zeros((len(labels), model.num_tokens), bool)
       chosen_BL[self._left(output, i)] = np.ravel(routed_block.chosen_BL)
       chosen.append(chosen_BL)
@@ -307,7 +308,7 @@ class Images(Pictures):
     )
 
   def _kept(self, task, params, model_state):
-    """Returns the fraction of images that keep each patch, and their number."""
+    """Returns kept_SN, the share of images that keep a patch, and the count."""
     total_SN, count = 0.0, 0
     for batch, kept_SN in task.over_held_out(
       lambda output, batch: jnp.einsum(
@@ -320,7 +321,7 @@ class Images(Pictures):
     return total_SN / max(count, 1), count
 
   def _draw_stages(self, shown_BHWC, labels, output, kept_SN, count):
-    """Draws the patches left after each stage, and their frequency."""
+    """Draws the patches that each stage keeps, and how often it keeps them."""
     kwargs = {'grid': self._grid, 'blocks': self.config.model.stages}
     return {
       'stages': viz.token_stages(
@@ -341,8 +342,9 @@ class Images(Pictures):
   def _draw_attention(self, image_HWC, intermediates, places):
     model = self.config.model
     routed = model.routed_blocks
-    # Draw the maps of dense blocks just before routed ones, which may be routed
-    # by them, or else of some dense blocks. Routed blocks lack most tokens.
+    # Draw the attention of the dense blocks just before routed blocks, which
+    # may choose tokens by it; if there are none, that of a few dense blocks.
+    # Attention in a routed block would lack most tokens.
     dense = [i for i in range(model.num_layers) if i not in routed]
     layers = [i for i in dense if i + 1 in routed]
     if not layers:
@@ -356,11 +358,11 @@ class Images(Pictures):
       weight_BHQS = attention_map(
         attention['queries'][0][:1], attention['keys'][0][:1]
       )
-      if 'sizes' in attention:  # A token counts as often as it holds patches.
+      if 'sizes' in attention:  # Weigh a token by the patches merged into it.
         weight_BHQS *= attention['sizes'][0][:1, None, None]
         weight_BHQS /= weight_BHQS.sum(axis=-1, keepdims=True)
       map_HL = np.asarray(weight_BHQS[0].mean(axis=1))
-      # A patch that was merged gets what its token gets.
+      # Each merged patch shows the attention that its token receives.
       before = [places[name] for name in places if _number(name) < layer]
       maps_RHL.append(map_HL[:, before[-1][0]] if before else map_HL)
     figure = viz.attention_maps(

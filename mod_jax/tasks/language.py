@@ -40,12 +40,13 @@ class Language(Modality):
   def __init__(self, config, workdir=None):
     """Keeps the config; reads no data.
 
-    A learned tokenizer is read from the run's directory, or else from the run
-    at `config.init`: the files that it was learned from may have changed since.
+    On first use, a learned tokenizer is read from the run's directory, or else
+    from the run at `config.init`: the text that it was learned from may have
+    changed since.
     """
     super().__init__(config)
     self.length = (config.data.length,)
-    # That of the rules by which tokens are routed.
+    # The accuracy of causal routing rules, of which top-k is the target.
     self.rising = () if config.model.routing is None else ('accuracy',)
     self._workdir = workdir
 
@@ -55,7 +56,8 @@ class Language(Modality):
     data = self.config.data
     if not data.learns_tokenizer:
       return data
-    # Weights to start from need the tokenizer of their own run.
+    # `kept` also looks at `init`, since the weights there need the tokenizer
+    # that they were trained with.
     path = self.kept(_TOKENIZER, self._workdir) or text.learn_tokenizer(data)
     return dataclasses.replace(
       data, tokenizer='huggingface', tokenizer_path=str(path)
@@ -73,7 +75,7 @@ class Language(Modality):
 
   def use_tokenizer(self, kind: str, path: str) -> None:
     """Sets a tokenizer other than that of the config."""
-    # Bytes need no file, and the data config does not allow one.
+    # The data config only accepts an empty path with the tokenizer 'bytes'.
     self.tokenizer_source = (kind, '' if kind == 'bytes' else path)
     self.tokenizer = tokenizers.make(kind, path)
 
@@ -99,7 +101,7 @@ class Language(Modality):
     return text.num_train_tokens(self._data) // self.config.data.length
 
   def data_summary(self):
-    return ''  # What there is, is counted in tokens.
+    return ''  # The base class counts rows, and text is counted in tokens.
 
   def row_shapes(self):
     dtypes = {'tokens': 'int32', 'targets': 'int32', 'weights': 'float32'}
@@ -119,8 +121,8 @@ class Language(Modality):
 
   def inputs(self, batch, *, train):
     del train
-    # Padding has segment 0; training rows without segments have no padding. A
-    # weight of 0 does not mean padding: prompts may be without loss, too.
+    # Padding has segment 0; training rows without segments have no padding.
+    # Weights do not mark the padding: tokens of prompts may have weight 0, too.
     segment_BL, valid_BL = batch.get('segments'), batch.get('valid')
     if segment_BL is not None:
       valid_BL = segment_BL > 0
@@ -275,10 +277,10 @@ class Language(Modality):
     max_new_tokens: int | None = None,
     **kwargs,
   ) -> Generated:
-    """Continues tokens of texts; `kwargs` are those of `sampling.generate`.
+    """Continues tokenized prompts; `kwargs` are those of `sampling.generate`.
 
-    By default with the best causal rule of the model, up to the length that it
-    was trained with.
+    `mode` is the model's `decoding_mode` by default. If `max_new_tokens` is
+    None, texts grow up to the length that the model was trained with.
     """
     if 'mode' not in kwargs:
       kwargs['mode'] = self.config.model.decoding_mode
@@ -326,9 +328,10 @@ class Language(Modality):
     return ' '.join(words[:3])[:room] or '.'
 
   def _look(self, task, params, model_state):
-    """Returns the output on held-out rows, and what stands in the first.
+    """Returns the output on a held-out batch, and facts about its tokens.
 
-    The third result says which tokens of the rows are real.
+    These are the texts of the tokens of the first row, without padding, and
+    real_BL, which is False for padding.
     """
     ((batch, output),) = task.over_held_out(
       lambda output, _: output, params, model_state, 1
@@ -386,7 +389,8 @@ class Language(Modality):
     row = np.s_[:, 0, : len(pieces)]
     mode, suffix = Mode(), ''
     if len(self.rules) > 1:
-      # As in generation: under top-k, experts that choose have equal loads.
+      # Use the rule of generation. Under top-k, experts that choose their
+      # tokens all have the same load.
       mode = Mode(routing=config.routing_mode(self.rules[1]))
       suffix = f", by the rule '{self.rules[1]}'"
     return {
@@ -415,7 +419,8 @@ class Language(Modality):
     model = self.config.model
     if model.num_routed:
       by_name['engagement'] = studies.engagement
-      # The dense model has neither experts nor learners.
+      # This study compares with the dense model at `init`, which has neither
+      # experts nor learners.
       if self.config.init and model.experts is None and model.adaptive is None:
         by_name['conversion'] = conversion
     return by_name

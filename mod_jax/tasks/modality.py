@@ -19,7 +19,7 @@ if typing.TYPE_CHECKING:  # Slow to import.
   from matplotlib.figure import Figure
 
 
-ROWS = 'rows'  # Name of what `eval_sums` keeps of rows: a `Rows` with weights.
+ROWS = 'rows'  # Name of the `Rows` that `eval_sums` keeps, weights included.
 
 
 class Modality(Data):
@@ -29,13 +29,14 @@ class Modality(Data):
 
   Attributes:
     config: the experiment.
-    row: name of the rows of a batch, in the plural.
+    row: what a row of a batch is, in the plural, such as 'images'.
     length: arguments of a model's `flops_table`: the tokens of a sequence, or
       none if the model's config determines them.
     columns: held-out metrics in the summary table.
-    loss_unit: what the loss is a mean over, in nats; '' for other losses.
-    optional: names, as regular expressions matched whole, that only one of a
-      model and the weights that it starts from may have.
+    loss_unit: for a loss in nats, what it is a mean over, such as 'token'; ''
+      for other losses.
+    optional: regular expressions, matched whole, of parameters that may be
+      missing from the model or from the weights that it starts from.
   """
 
   row: str
@@ -49,10 +50,10 @@ class Modality(Data):
     self.config = config
 
   def kept(self, name: str, workdir) -> epath.Path | None:
-    """Returns a file of the run in a directory, or else of that at `init`.
+    """Returns the file `name` in `workdir`, or else in the run at `init`.
 
-    None if neither has it. What was made of the training data lies there, since
-    these may have changed.
+    Returns None if both lack the file. Runs keep what was made of the training
+    data, such as a tokenizer, since the data may change.
     """
     directories = filter(None, (workdir, self.config.init))
     files = (workdir_lib.expand(path) / name for path in directories)
@@ -68,7 +69,7 @@ class Modality(Data):
 
   @abc.abstractmethod
   def endless(self, **kwargs):
-    """Returns an endless iterator; keywords as of `data.batches`."""
+    """Returns an endless iterator; keywords as of `batches.endless`."""
 
   @abc.abstractmethod
   def row_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -82,8 +83,8 @@ class Modality(Data):
     }
 
   def split(self, name: str):
-    """Returns 'train' or 'eval': its length is in rows; `fingerprint()`."""
-    raise NotImplementedError  # Where the three methods below are replaced.
+    """Returns the split 'train' or 'eval': `len` in rows, `fingerprint()`."""
+    raise NotImplementedError  # Override this, or the three methods below.
 
   def rows_per_epoch(self) -> int:
     """Returns the number of rows in the training data."""
@@ -111,7 +112,7 @@ class Modality(Data):
     """Returns the loss of a training batch: (total, weight)."""
 
   def losses(self, output, batch) -> tuple[list[Pair], MetricSums]:
-    """Returns means to add up in training, and sums to report with `loss`."""
+    """Returns the terms of the training loss, and sums to report, as `loss`."""
     pair = self.loss(output, batch)
     return [pair], {'loss': pair}
 
@@ -129,9 +130,9 @@ class Modality(Data):
   def modes(self, *, more: bool = False) -> dict[str, Mode]:
     """Returns the modes of evaluation, by prefix, as `Method.eval_modes`.
 
-    They are the plain one and, for routed models, one that skips blocks; this
-    not if experts choose their tokens, whose choices the rule `never` would
-    change, too.
+    They are the plain mode and, for routed models, `never/`, which skips the
+    routed blocks. Models whose experts choose tokens lack `never/`, since it
+    would change the choices of the experts, too.
     """
     if more:
       return {}
@@ -144,7 +145,7 @@ class Modality(Data):
   def finish_metrics(self, metrics: dict[str, Any]) -> dict[str, float]:
     """Returns held-out metrics with derived ones added.
 
-    What `eval_sums` keeps of rows, as `ROWS`, becomes the metrics of `of_rows`.
+    `of_rows` computes metrics from the `ROWS` of `eval_sums`.
     """
     finished = {}
     for name, value in metrics.items():
@@ -158,14 +159,14 @@ class Modality(Data):
     return finished
 
   def of_rows(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns metrics that are no sums, of what is kept of all real rows."""
-    raise NotImplementedError  # Where `eval_sums` keeps nothing.
+    """Returns metrics that are not sums, from arrays kept for all real rows."""
+    raise NotImplementedError  # Only called if `eval_sums` returns `ROWS`.
 
   # Reports.
 
   @abc.abstractmethod
   def summary(self, task, metrics: Mapping[str, float]) -> str:
-    """Returns held-out metrics as a table for people."""
+    """Returns held-out metrics as a table to print."""
 
   def curves(self, records) -> 'Figure':
     """Returns the figure of the losses in a run's records."""
@@ -198,9 +199,9 @@ def table(
 ) -> list[str]:
   """Returns the lines of a table of metrics, aligned at the right.
 
-  A row is its title, the prefix of its metrics, and further cells, whose titles
-  are `more`; `title` is that of the first column. `first` is the width of that
-  column, and `width` the least of the others.
+  Each of `rows` is a title, the prefix of its metrics, and further cells. The
+  header is `title`, `columns` and, above the further cells, `more`. `first` is
+  the width of the first column, `width` the minimum width of the others.
   """
   lines = [[title, *columns, *more]]
   for name, prefix, *cells in rows:

@@ -35,18 +35,19 @@ from mod_jax.train import loop
 from mod_jax.train import profile as profile_lib
 
 _FINAL_RATE = 1e-6  # Learning rate at the end of every phase.
-# Phases before the last may measure other metrics.
+# Changes to phases before the last, which may measure other metrics than the
+# one that `checkpoint.best` names.
 _UNJUDGED = {'checkpoint.best': None, 'train.early_stop': 0}
 
 
 def _rules(config: ExperimentConfig, phase: str):
   """Returns the optimiser's rules of a phase: what it trains and freezes."""
-  # The prediction of which patches to drop gets no gradient when they are
-  # really dropped, so freeze it: weight decay alone must not change it.
+  # Here training removes patches instead of masking them, so the modules that
+  # predict which to drop get no gradient. Freeze these against weight decay.
   frozen = ()
   if isinstance(config.model, DynamicViTConfig) and config.model.learned:
     frozen = (('^(prediction|pattern)_', 0.0, 0),)
-  # As is usual when a recogniser of speech is fine-tuned.
+  # Fine-tuning of a speech recogniser usually freezes its convolutions.
   if isinstance(config.model, Wav2Vec2Config):
     frozen = ((wav2vec2.CONVOLUTIONS, 0.0, 0),)
   return {
@@ -68,17 +69,18 @@ def _rules(config: ExperimentConfig, phase: str):
 class Outcome:
   """The outcome of an experiment."""
 
-  metrics: dict[str, float]  # The last held-out ones; empty if it diverged.
-  diverged: str = ''  # The message of the divergence.
+  metrics: dict[str, float]  # Final held-out metrics; empty if it diverged.
+  diverged: str = ''  # Error message of a training that diverged, else ''.
 
 
 def complete(
   config: ExperimentConfig, workdir, *, allow_changed_data: bool = False
 ) -> Outcome | None:
-  """Trains an experiment unless it is finished; for sweeps.
+  """Trains an experiment unless it is finished; returns its outcome.
 
-  Returns the outcome, also of a run that diverges, or None if a signal stopped
-  the experiment. Arguments and other errors are those of `train`.
+  For sweeps: a run that diverges returns an outcome and raises no error.
+  Returns None if a signal stopped the experiment. Arguments and other errors
+  are those of `train`.
   """
   directory, last = expand(config, workdir)[-1]
   data = {'allow_changed_data': allow_changed_data}
@@ -105,8 +107,8 @@ def expand(
       not of the previous phase.
   """
   config = _in_steps(_with_objective(config), workdir)
-  # The configs hold directories below `workdir`, which must not depend on the
-  # current directory, so that a run can be continued from another one.
+  # The configs hold paths below `workdir`. These are absolute, so that a run
+  # can be continued from another current directory.
   workdir = paths.absolute(workdir)
   objective = config.objective
   if config.dense is not None and config.dense.num_steps:
@@ -143,7 +145,7 @@ def expand(
 def last(config: ExperimentConfig) -> ExperimentConfig:
   """Returns the config of an experiment's last run.
 
-  Unlike in `expand`, what it starts from need not exist.
+  Unlike for `expand`, the run or the weights at `init` need not exist.
   """
   config = _with_objective(config)
   objective = config.objective
@@ -156,7 +158,7 @@ def last(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _with_objective(config: ExperimentConfig) -> ExperimentConfig:
-  """Returns the config with the default objective of an adaptive model."""
+  """Returns the config; an adaptive model gets an objective if it has none."""
   if config.model.adaptive is None or config.objective is not None:
     return config
   return dataclasses.replace(config, objective=ACMObjective())
@@ -178,7 +180,11 @@ def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:
 
 
 def _check_alone(config: ExperimentConfig) -> None:
-  """Raises UserError if a single phase does not start from the one before."""
+  """Raises UserError if a phase that is trained alone cannot start at `init`.
+
+  Unless it is the first of `objective.phases`, a run of the phase before must
+  be there.
+  """
   phase, phases = config.objective.phase, list(config.objective.phases)
   if phase not in phases:
     raise UserError(
@@ -198,7 +204,7 @@ def _check_alone(config: ExperimentConfig) -> None:
 
 
 def _run_of(config, name: str, phase: PhaseConfig, changes):
-  """Returns the config of the run of one phase, with some changes more."""
+  """Returns the config of one phase's run; `changes` are further fields."""
   changes = {
     'name': f'{config.name} {name}',
     'train.num_steps': phase.num_steps,
@@ -229,7 +235,8 @@ def _phase(
 ) -> ExperimentConfig:
   """Returns the config of the run of one phase."""
   phase, rules = getattr(config.objective, name), _rules(config, name)
-  if config.optimizer.rules not in ((), rules):  # It may be such a run itself.
+  # The config of a phase's own run has the phase's rules already.
+  if config.optimizer.rules not in ((), rules):
     raise UserError(
       f'objective.phase={config.objective.phase!r} and optimizer.rules: each'
       ' phase says by itself what it trains, so leave the rules out.'
@@ -253,7 +260,7 @@ def _objective_at(init: str) -> ACMObjective | None:
 
 
 def _teacher(config: ExperimentConfig) -> str | None:
-  """Returns the path of the weights that a conversion began with."""
+  """Returns the path of the weights of the model that is made adaptive."""
   objective = config.init and _objective_at(config.init)
   return (objective and objective.teacher) or config.init
 
@@ -271,25 +278,25 @@ def train(
   Args:
     config: the experiment.
     workdir: directory of its last run.
-    max_steps: stop after so many steps of this call, over all phases.
-    allow_changed_data: only warn if the data differ from those so far.
+    max_steps: stop after this many steps in this call, over all phases.
+    allow_changed_data: only warn if the data differ from a checkpoint's.
     **kwargs: further arguments of `loop.train`, for each phase.
 
   Returns:
-    The result of the last run, or of the phase during or after which it was
-    stopped.
+    The result of the last run, or of the phase during or after which training
+    was stopped.
   """
   *before, last = expand(config, workdir)
   data = {'allow_changed_data': allow_changed_data}
   with stop_lib.listening(), lock_lib.held(last[0]):
     before = [phase for phase in before if finished(*phase, **data) is None]
     for directory, run in (*before, last):
-      # Checks the traced steps of all phases before any is trained.
+      # Fail before the first phase if a later one cannot trace these steps.
       profile_lib.check(directory, kwargs.get('profile'), run.train.num_steps)
     if (best := last[1].checkpoint.best) is not None:
       make_task(last[1], last[0]).direction(best)
     for directory, run in (*before, last):
-      result = None  # The next phase needs the memory of the last state.
+      result = None  # Frees the memory of the previous phase's state.
       task = make_task(run, directory)
       result = loop.train(
         task, run, directory, max_steps=max_steps, **data, **kwargs
@@ -316,7 +323,7 @@ def finished(
   Returns None if the run is missing, not finished, or has another config.
 
   Raises:
-    UserError: the data have changed since it was finished.
+    UserError: the data have changed since the run was finished.
   """
   if not workdir_lib.holds_run(workdir):
     return None
@@ -324,10 +331,10 @@ def finished(
   if last is None:
     last = config.train.num_steps
   if (
-    # For instance, settings of the evaluation may have changed since.
+    # Any field counts, such as changed settings of the evaluation.
     workdir_lib.read_config(workdir, ExperimentConfig) != config
     or last not in checkpoints_lib.steps(workdir_lib.checkpoints(workdir))
-    # This is the last file that a run writes.
+    # `eval.json` is the last file that a run writes.
     or evaluation_lib.last_step(workdir) != last
   ):
     return None

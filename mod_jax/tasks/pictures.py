@@ -1,4 +1,4 @@
-"""What classification and detection share."""
+"""The common part of image classification and object detection."""
 
 import abc
 import json
@@ -14,11 +14,11 @@ _NAMED = 10  # Number of classes to list when training starts.
 
 
 class Pictures(Modality):
-  """Pictures of named classes.
+  """Images of named classes.
 
   Attributes:
-    reader: the module of `data` that makes batches of them, and whose
-      `open_split` returns a split.
+    reader: the module of `data` that reads the images: it has `open_split`,
+      `train_iterator` and `eval_batches`.
   """
 
   unit = 'images'
@@ -28,7 +28,7 @@ class Pictures(Modality):
   @property
   @abc.abstractmethod
   def classes(self) -> tuple[str, ...]:
-    """The class names of the data, looked up on first use; '' for gaps."""
+    """Class names by number, read on first use; '' for unused numbers."""
 
   def files(self):
     # The training images may be missing where the model is used later.
@@ -44,7 +44,7 @@ class Pictures(Modality):
     return self.reader.eval_batches(self.config.data, **kwargs)
 
   def examples(self, count: int) -> dict[str, np.ndarray]:
-    """Returns held-out images, spread over all of them, without padding."""
+    """Returns `count` images, or all, spread evenly over the held-out data."""
     batch = next(iter(self.eval_batches(batch_size=count, num_batches=1)))
     real_B = batch['weight'] > 0
     return {name: value[real_B] for name, value in batch.items()}

@@ -28,10 +28,10 @@ from mod_jax.tasks.modality import Modality
 from mod_jax.train import evaluation
 from mod_jax.train.task import Method
 
-Losses = tuple[list[Pair], MetricSums]  # To add to the loss, and to report.
+Losses = tuple[list[Pair], MetricSums]  # Terms of the loss; metrics to report.
 
 _COMPARED = 16  # Held-out batches to compare a routed model with the dense one.
-_ALIKE = 0.01  # Tolerated relative difference of their losses.
+_ALIKE = 0.01  # Tolerated relative difference of the two models' losses.
 _STREAMS = ('stochastic_depth', 'routing', 'gumbel')
 
 
@@ -64,9 +64,10 @@ class Plain(Method):
     )
 
   def load_teacher(self, model, way_out: str, **kwargs):
-    """Returns the variables of a frozen model to learn from.
+    """Returns the variables of the teacher, a frozen model.
 
-    Without a path of its weights, `way_out` is the error.
+    Its weights are at `objective.teacher` or, if that is None, at `init`; if
+    both are None, `way_out` is the error message. `kwargs` as for `load_whole`.
     """
     path = self.config.objective and self.config.objective.teacher
     path = path or self.config.init
@@ -86,7 +87,11 @@ class Plain(Method):
     return {'params': params, **model_state}
 
   def beginning(self, params, model_state, mesh):
-    """Compares the held-out losses of the initial and the dense model."""
+    """Returns a line with the held-out losses of the routed and dense model.
+
+    Warns if they differ. Returns '' if the model is not routed, is adaptive, or
+    starts from the weights of a routed model.
+    """
     config = self.config
     if config.model.routing is None or config.model.adaptive is not None:
       return ''
@@ -98,7 +103,9 @@ class Plain(Method):
       self._held_out_loss(model, params, model_state, mesh)
       for model in (routed, _with_all_tokens(config.model))
     )
-    if routed_loss is None:  # No held-out answer fits, or no recording does.
+    # If all held-out answers are cut off, or all transcripts are longer than
+    # their recordings allow, there is no loss.
+    if routed_loss is None:
       return ''
     message = (
       f'begins with a held-out loss of {routed_loss:.4f} (at the capacity of'
@@ -128,7 +135,7 @@ class Plain(Method):
     ).get('loss')
 
   def static_args(self, step: int) -> float:
-    """Returns the minimum capacity of routed layers, by the warm-up from 1."""
+    """Returns the lower bound of all capacities, which the warm-up lowers."""
     train = self.config.train
     if self.config.model.routing is None:
       return 0.0
@@ -168,23 +175,23 @@ class Plain(Method):
     return pairs, (metric_sums, model_state)
 
   def taught(self, output, batch, teacher) -> Losses:
-    """Returns the losses by a teacher's output, in subclasses that have one."""
+    """Returns the losses of distillation; none, unless overridden."""
     del output, batch, teacher
     return [], {}
 
   def choice_losses(self, output, batch, model) -> Losses:
     """Returns the losses of routers and experts.
 
-    `model` is the config that gave the output; its capacities may be raised by
-    a warm-up.
+    `model` is the config that computed the output: during the capacity warm-up
+    its capacities are higher than those in `self.config.model`.
     """
     experts, routed = ([], {}), ([], {})
     if output.experts:
       experts = expert_losses(model.experts, output.experts)
     if output.routing:
       _, kwargs = self.modality.inputs(batch, train=True)
-      # While the warm-up has a block process every token, there is no choice to
-      # predict: the loss would only raise all scores.
+      # Leave out blocks that process every token only because of the warm-up:
+      # top-k chooses all tokens, so the loss would only raise all scores.
       choosing = [
         layer
         for layer, capacity, final_capacity in zip(
@@ -221,7 +228,7 @@ class Plain(Method):
 
   @property
   def _frozen(self):
-    """Says by name which parameters have no gradient; None if all have."""
+    """Function from names to whether a parameter has no gradient, or None."""
     if self.config.train.frozen is None:
       return None
     return functools.partial(optimizer_lib.freezes, self.config.optimizer)
@@ -232,9 +239,10 @@ class Plain(Method):
     return self.modality.modes(more=more)
 
   def apply(self, params, model_state, batch, key, mode, model=None, **kwargs):
-    """Returns the output on a held-out batch, by default of the task's model.
+    """Returns the output of a model on a held-out batch.
 
-    `kwargs` are those of the module's `apply`.
+    `model` is a config; None is that of the task. `kwargs` are further
+    arguments of Flax's `apply`.
     """
     args, inputs = self.modality.inputs(batch, train=False)
     kwargs |= inputs | {'rngs': {'routing': key}}
@@ -244,10 +252,10 @@ class Plain(Method):
   def over_held_out(
     self, function, params, model_state, num_batches: int, mode=None, model=None
   ):
-    """Yields held-out batches, 0 for all, each with `function(output, batch)`.
+    """Yields each held-out batch with the result of `function(output, batch)`.
 
-    The function is compiled. `mode` is the plain one by default, and `model` as
-    for `apply`.
+    The function is jitted; its results are NumPy arrays. `num_batches` is 0 for
+    all held-out data, `mode` None for `Mode()`, and `model` as for `apply`.
     """
     key = jax.random.key(self.config.seed)
 
@@ -265,7 +273,7 @@ class Plain(Method):
       yield batch, jax.device_get(run(params, model_state, batch))
 
   def on_examples(self, params, model_state, batch, mode, **kwargs):
-    """Returns the output on a small batch, on the host; as `apply`."""
+    """Returns `apply` of a small batch, run on one device, as NumPy arrays."""
     with one_device(params, model_state) as variables:
       key = jax.random.key(self.config.seed)
       look = jax.jit(functools.partial(self.apply, mode=mode, **kwargs))
@@ -277,7 +285,7 @@ class Plain(Method):
 
   def eval_sums(self, output, batch, mode) -> MetricSums:
     """Returns the metric sums of a held-out batch."""
-    # Rows of padding have a weight of 0 everywhere.
+    # In rows that only fill the batch, every token has weight 0.
     real_B = self.modality.token_weights(batch).any(axis=-1)
     loads = expert_loads(output.experts, real_B)
     return self.modality.eval_sums(output, batch, mode) | loads
@@ -304,7 +312,7 @@ class Plain(Method):
 
   def studies(self):
     def run(study, params, model_state, mesh):
-      del mesh  # A study has few rows, which may not fit it.
+      del mesh  # Its devices may not divide the few rows of a study.
       with one_device(params, model_state) as variables:
         return study(self, *variables)
 
@@ -318,7 +326,7 @@ class Plain(Method):
 
 
 def joined(*terms: Losses) -> Losses:
-  """Returns the losses of several terms together, in their order."""
+  """Returns the concatenated terms and the merged metrics of several losses."""
   pairs, metric_sums = [], {}
   for more_pairs, more_sums in terms:
     pairs += more_pairs
@@ -336,7 +344,7 @@ def at_floor(model, floor: float):
 
 
 def _with_all_tokens(model):
-  """Returns the config with capacity 1, which computes the dense model."""
+  """Returns a config that computes the dense model: capacity 1, and no gate."""
   placement = ('period', 'offset', 'first', 'layers', 'capacity_schedule')
   all_tokens = type(model.routing)(
     **{name: getattr(model.routing, name) for name in placement},
@@ -353,14 +361,15 @@ def _routed_capacities(config) -> list[float]:
 def routing_losses(
   config: RoutingConfig, layers: Sequence[Routing], valid_BL
 ) -> Losses:
-  """Returns the losses of routed layers, and their sums.
+  """Returns the losses of routed layers, and metric sums to report.
 
-  `router_loss` weighs the auxiliary BCE of the router, and `balance_loss` the
-  balance of path shares; the predictor's BCE has weight 1, since it has its own
-  parameters.
+  `config.router_loss` is the weight of the router's auxiliary cross-entropy,
+  and `config.balance_loss` that of the loss which pulls the fraction of tokens
+  that want to enter towards the capacity. The predictor's cross-entropy has
+  weight 1: its gradients reach no other parameters.
   """
   pairs, metric_sums = [], {}
-  # Attention is no router, nor is a score that ignores the tokens.
+  # Scores that are attention, or that ignore the tokens, come from no router.
   has_router = config.scorer.gates and not config.scorer.needs_attention
   for routed in layers:
     among_BL = routed.candidate_BL
@@ -397,9 +406,10 @@ def routing_losses(
 
 
 def expert_losses(config: ExpertsConfig, layers: Sequence[Assigned]) -> Losses:
-  """Returns the losses of experts, computed per layer and averaged.
+  """Returns the losses of experts, averaged over layers, and metric sums.
 
-  In summed loads, imbalances of different layers could cancel.
+  Balance is computed in each layer: in loads summed over layers, the imbalances
+  of different layers could cancel.
   """
   pairs, metric_sums = [], expert_loads(layers)
   for assigned in layers:
@@ -422,7 +432,7 @@ def expert_loads(
 ) -> MetricSums:
   """Returns the sums of `losses.experts.load` over layers of experts.
 
-  `real_B` is False for rows of padding; None if there are none.
+  `real_B` is False for rows that only fill the batch; None if all are real.
   """
   metric_sums = {}
   for assigned in layers:

@@ -18,7 +18,7 @@ class Pruning(Plain):
   def __init__(self, config, modality):
     super().__init__(config, modality)
     self.objective = config.objective or PruningObjective()
-    # The teacher: adapters, if any, are learned beside it.
+    # Config of the teacher: the backbone without adapters.
     self._taught = config.model.backbone.with_parts(lora=None)
 
   def teacher(self, mesh):
@@ -53,7 +53,7 @@ class Pruning(Plain):
         objective.logit_distillation,
         losses.logit_distillation(output.logits_BV, teacher_output.logits_BV),
       )
-      if model.score != 'structural':  # The teacher has no pooled patches.
+      if model.score != 'structural':  # Pools patches; the teacher does not.
         weighted['token_distillation'] = (
           objective.token_distillation,
           self._token_distillation(output, teacher_output),
@@ -81,7 +81,7 @@ class Pruning(Plain):
     return losses.token_distillation(features_BKD, teacher_BND, keep_BN)
 
   def flops_per_step(self, static_args):
-    """Counts three passes of the student, and one of the teacher."""
+    """Counts three passes of the student and, if any, one of the teacher."""
     model = self.config.model
     total = flops.train(model, frozen=self._frozen)
     if self.objective.needs_teacher:

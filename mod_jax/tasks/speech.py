@@ -51,7 +51,7 @@ class Speech(Modality):
       return audio.make_vocabulary(self.config.data)
     return Characters.read(file)
 
-  # A task lives as long as the process, so that keeping it does no harm.
+  # The cache keeps the task alive, which usually lives as long as the process.
   @functools.cache  # noqa: B019
   def split(self, name) -> audio.Recordings:
     return audio.Recordings(self.config.data, name, self.vocabulary)
@@ -75,9 +75,10 @@ class Speech(Modality):
     return f'{super().data_summary()}, {len(self.vocabulary)} characters'
 
   def row_shapes(self):
-    """Of the longest bucket, and of as many characters as it has frames.
+    """Returns the shapes of the longest bucket, by name.
 
-    Batches may be smaller, but not larger: longer transcripts are infeasible.
+    There are as many labels as frames: longer transcripts are infeasible. The
+    batches of other buckets are smaller.
     """
     return {
       'wave': ((self.config.data.samples[-1],), 'float32'),
@@ -114,7 +115,7 @@ class Speech(Modality):
     loss, infeasible = self._losses(output, batch)
     best_BL = output.logits_BLV.argmax(axis=-1)
     best_BL = jnp.where(batch['valid'], best_BL, self.vocabulary.blank)
-    # Buckets differ in length.
+    # Pad all buckets to one length, since their rows are concatenated.
     missing = self.length[0] - best_BL.shape[1]
     rows = {
       'best': jnp.pad(
@@ -127,7 +128,7 @@ class Speech(Modality):
     return {'loss': loss, 'infeasible': infeasible, ROWS: Rows((rows,))}
 
   def of_rows(self, rows):
-    """Returns error rates over all recordings, by greedy decoding."""
+    """Returns word and character error rates of greedy decoding."""
     pairs = [
       (self.vocabulary.decode(labels[:count]), self.heard(best_L)[0])
       for best_L, labels, count in zip(
@@ -137,7 +138,7 @@ class Speech(Modality):
     return losses.ctc.text_rates(pairs)
 
   def letters(self, best_L) -> list[tuple[str, int]]:
-    """Returns the letters of a text, and spaces, with their frames."""
+    """Returns the recognised letters and spaces, each with its first frame."""
     labels, frames = transcripts.greedy(
       np.asarray(best_L), self.vocabulary.blank
     )
@@ -145,7 +146,7 @@ class Speech(Modality):
     return [(letter, frame) for letter, frame in heard if letter]
 
   def heard(self, best_L) -> tuple[str, list[tuple[str, int]]]:
-    """Returns a text, and its words with their first frames."""
+    """Returns the recognised text, and its words with their first frames."""
     words, fresh = [], True
     for letter, frame in self.letters(best_L):
       if letter == ' ':
@@ -216,7 +217,7 @@ class Speech(Modality):
   # Use.
 
   def transcribe(self, apply, recordings) -> list['Transcript']:
-    """Returns the transcripts of files.
+    """Returns the transcripts of audio files.
 
     `apply` is the compiled model with its parameters.
     """
@@ -230,7 +231,7 @@ class Speech(Modality):
     return found
 
   def draw(self, task, apply, recordings):
-    """Returns a figure of the compute over time in files, and what is heard.
+    """Returns a figure of audio files: compute and letters over time.
 
     `apply` is the compiled model with its parameters.
     """
@@ -267,11 +268,11 @@ class Speech(Modality):
     return prepared
 
   def _listen(self, apply, samples_T, frames):
-    """Returns the model's output, of these frames and perhaps more."""
+    """Returns the model's output on a recording, possibly padded."""
     model = self.config.model
     length = len(samples_T)
-    # Padded, so that few programs are compiled; but not before the norm over
-    # all frames, which would hear it.
+    # Pad the frames to a power of two, so that few programs are compiled. The
+    # variant `group` normalises over all frames, and padding would change that.
     if model.variant == 'layer':
       length = max(length, model.samples(1 << (frames - 1).bit_length()))
     wave_T = np.pad(samples_T, (0, length - len(samples_T)))
@@ -286,7 +287,7 @@ def _best(output, frames):
 
 @dataclasses.dataclass(frozen=True)
 class Transcript:
-  """What a model has heard.
+  """A transcript of a recording.
 
   Attributes:
     text: the transcript.

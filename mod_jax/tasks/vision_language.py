@@ -1,4 +1,4 @@
-"""Questions about pictures."""
+"""Questions about pictures, answered by a vision-language model."""
 
 from collections.abc import Callable, Iterable, Sequence
 import functools
@@ -24,9 +24,9 @@ from mod_jax.tasks.modality import Modality, table
 
 _QUESTION, _ANSWER = map(KINDS.index, ('question', 'answer'))
 _PICTURED = 4  # Held-out pictures that are drawn.
-_SHOWN = 6  # Held-out questions that are answered at the end of a run,
-_ADDED = 16  # each in so many tokens.
-# Of the loss by which a DynamicViT keeps as many patches as it should.
+_SHOWN = 6  # Held-out questions that are answered at the end of a run.
+_ADDED = 16  # Maximum number of tokens of such an answer.
+# Weight of the loss that makes a DynamicViT keep the chosen number of patches.
 _RATIO = PruningObjective().ratio
 
 
@@ -72,7 +72,7 @@ class VisionLanguage(Modality):
 
   @property
   def end(self) -> int:
-    """The token that ends an answer: the end of a line if there is no other."""
+    """The token that ends an answer: `eos_id`, or a line break without one."""
     if self.tokenizer.eos_id is not None:
       return self.tokenizer.eos_id
     return self.tokenizer.encode('\n')[-1]
@@ -99,14 +99,15 @@ class VisionLanguage(Modality):
     pieces: Sequence[tuple[data_lib.Kind, str]],
     encode_all: Callable[[list[str]], Iterable[list[int]]] | None = None,
   ) -> tuple[list[int], list[int]]:
-    """Returns tokens of pieces of a text, and the number of each one's kind.
+    """Returns the tokens of a text, and the index of each token's kind.
 
     Each picture is one placeholder, and each answer ends with `end`. The pieces
     are encoded one by one, so that the kind of each token is known.
 
     Args:
-      pieces: kind and text of each.
-      encode_all: returns the tokens of texts; None for the tokenizer.
+      pieces: (kind, text) of each piece.
+      encode_all: returns the tokens of each of several texts; None for the
+        tokenizer's `encode`.
     """
     tokens, kinds = [], []
     if self.tokenizer.bos_id is not None:
@@ -130,7 +131,7 @@ class VisionLanguage(Modality):
     return tokens, kinds
 
   def _row(self, conversation: data_lib.Conversation) -> dict:
-    """Returns a row of a batch."""
+    """Returns the arrays of a row; text beyond `data.length` tokens is cut."""
     data, model = self.config.data, self.config.model
     tokens, kinds = self.encode(conversation.pieces())
     is_text = np.asarray(kinds) != IMAGE
@@ -155,19 +156,19 @@ class VisionLanguage(Modality):
     }
 
   def _train_row(self, source, index, rng) -> dict:
-    del rng  # Nothing is drawn.
+    del rng  # Rows are not augmented.
     conversation = source.load(int(index))
     row = self._row(conversation)
-    if self.config.data.marks:  # Image tokens that show a digit have to say so.
+    if self.config.data.marks:  # The target of an image token is its digit.
       digit_L = self._digits_shown(row, conversation)
       row['targets'] = np.where(digit_L >= 0, digit_L, row['targets'])
       row['weights'] = np.where(digit_L >= 0, np.float32(1), row['weights'])
     return row
 
   def _digits_shown(self, row, conversation: data_lib.Conversation):
-    """Returns [L] which digit's token each image token shows.
+    """Returns digit_L: the text token of the digit that an image token shows.
 
-    It is -1 for the background, and -2 for tokens that are not of the picture.
+    It is -1 for image tokens of the background, -2 for all other tokens.
     """
     grid = self.config.model.grid
     place_G = (np.arange(grid) + 0.5) / grid
@@ -175,7 +176,7 @@ class VisionLanguage(Modality):
     for (x, y, width, height), digit in conversation.objects:
       is_row_G = np.abs(place_G - y) < height / 2
       is_column_G = np.abs(place_G - x) < width / 2
-      # Some tokenizers put a token for the beginning of a word before it.
+      # Some tokenizers put a token for the beginning of a word before a digit.
       *_, token = self.tokenizer.encode(digit)
       digit_GG[is_row_G[:, None] & is_column_G] = token
     digit_L = np.full(len(row['tokens']), -2, np.int32)
@@ -258,7 +259,7 @@ class VisionLanguage(Modality):
     return pairs, metric_sums
 
   def eval_sums(self, output, batch, mode):
-    """Returns sums; an answer is right if greedy decoding would write it."""
+    """Returns metric sums; an answer is right if greedy decoding gives it."""
     del mode
     asked_BL = batch['weights'] > 0
     asked_B = asked_BL.any(axis=-1)
@@ -325,11 +326,11 @@ class VisionLanguage(Modality):
     return self.config.model.has_grid and 'image' in kinds
 
   def pictures(self, task, params, model_state):
-    """Draws which image tokens each routed block takes, for which answer."""
+    """Draws the image tokens that each routed block processes, and answers."""
     if not self._chooses_image_tokens:
       return {}
     batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
-    del batch['targets']  # The answers are read from the logits.
+    del batch['targets']  # Without them the model returns logits, for answers.
     output = task.on_examples(
       *(params, model_state, batch), *self.modes().values()
     )
@@ -358,7 +359,7 @@ class VisionLanguage(Modality):
   def _draw(
     self, output, images_BIHWC, is_image_BL, labels, title, shown_B=np.s_[:]
   ):
-    """Draws the image tokens of each row's first picture, if it is shown."""
+    """Draws the first picture of the rows in `shown_B`, by processed tokens."""
     model = self.config.model
     place_BN = np.argsort(~is_image_BL, axis=-1, kind='stable')
     place_BN = place_BN[:, : model.num_patches]
@@ -394,8 +395,8 @@ class VisionLanguage(Modality):
   ) -> list[str]:
     """Answers questions; `kwargs` are those of `sampling.generate`.
 
-    Pictures are those of each question, as `data.preprocess` makes them. A
-    question without placeholders is about its pictures in order.
+    `pictures` has, for each question, arrays from `data.preprocess`. Pictures
+    come before a question that has no placeholders for them.
     """
     model = self.config.model
     placed = self._asked(pictures, questions)
@@ -420,7 +421,7 @@ class VisionLanguage(Modality):
     ]
 
   def _asked(self, pictures, questions) -> vlm.Placed:
-    """Returns rows that end with a question."""
+    """Returns prompts, padded at the left, of pictures and a question each."""
     rows, kinds = [], []
     for shown, question in zip(pictures, questions, strict=True):
       question = data_lib.with_pictures(question, len(shown))
@@ -433,8 +434,9 @@ class VisionLanguage(Modality):
   def draw(self, apply, pictures, questions, answers):
     """Returns a figure of the image tokens that each block processes.
 
-    `apply` is the compiled model with its parameters; the others are those of
-    `answers`, and what it returns. Of several pictures the first is drawn.
+    `apply` is the compiled model with its parameters. `answers` are the results
+    of the method `answers` for `pictures` and `questions`. Only the first
+    picture of a question is drawn.
     """
     if not self._chooses_image_tokens:
       raise errors.UserError(
@@ -461,11 +463,12 @@ class VisionLanguage(Modality):
 
   def texts(self, task, params, model_state):
     added = min(_ADDED, self.config.evaluation.sample_tokens)
-    if not added or len(self.config.model.rules) == 1:  # None is causal.
+    # With top-k as its only rule, a model cannot generate.
+    if not added or len(self.config.model.rules) == 1:
       return
     source = self.split('eval')
     asked = [source.load(i) for i in range(min(_SHOWN, len(source)))]
-    # The first question of each, with its own pictures alone.
+    # Ask the first question of each conversation, with its own pictures only.
     questions = [x.turns[0][0] for x in asked]
     pictures = [
       x.pictures[: question.count(data_lib.IMAGE)]

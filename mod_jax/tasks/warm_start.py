@@ -29,14 +29,14 @@ from mod_jax.pretrained import source as source_lib
 from mod_jax.runs import best
 from mod_jax.runs import origin as origin_lib
 
-# Kinds of models as `Source.kind` names published ones; others are of vision.
+# `Source.kind` of published models, by config class; for others it is 'vision'.
 _KINDS = {
   LMConfig: 'language',
   VLMConfig: 'vlm',
   DETRConfig: 'detector',
   Wav2Vec2Config: 'speech',
 }
-# How names in a head of classes begin, by kind.
+# Beginnings of the names of a classification head's parameters, by kind.
 _HEADS = {'vision': ('head',), 'detector': ('classes/',)}
 
 
@@ -52,27 +52,28 @@ def load_weights(
   new: Sequence[str] = (),
   dropped: Sequence[str] = (),
 ) -> tuple[Any, Any]:
-  """Returns variables of a model with values from the weights at `init`.
+  """Returns params and model_state with values from the weights at `init`.
 
   Language models may differ in which layers are scanned. Of a vision model,
   position embeddings of another resolution are interpolated, and blocks that a
   shallower model does not have are left out. The head of a vision model or of a
-  detector keeps its initial values if it is missing at `init` or for other
-  classes there; so do the head and the mask embedding of a published Wav2Vec2.
+  detector keeps its initial values if it is missing at `init` or has another
+  number of classes there; the head and the mask embedding of a published
+  Wav2Vec2 may be missing, too.
 
   Args:
     init: directory of a run or of an exported model, or published weights, as
       `pretrained.source.Source` opens them.
-    model: config of the model; None takes a run, an export or adapters of PEFT,
-      without any of these changes.
-    params: initialised parameters; shapes suffice for those to replace.
+    model: config of the model; None accepts only a run, an export or adapters
+      of PEFT, and makes none of these changes.
+    params: initialised parameters; those that are replaced may be shapes.
     model_state: other initialised collections, likewise.
     whole: whether all weights must come from `init`, as for a teacher: then it
       is an error if a head would keep its initial values, or if blocks would be
       left out.
-    step: of a run's checkpoint, or 'best'; None for the newest.
-    base: where the weights are that adapters belong to, or that a run has
-      frozen; None for where these say.
+    step: step of a run's checkpoint, or 'best'; None for the newest.
+    base: path of the weights that adapters belong to, or that a run has frozen;
+      None for the path that is stored with the adapters or the run.
     new: regular expressions of names that may be missing from the source, as in
       `trees.merge`; in model_state, names begin with their collection.
     dropped: regular expressions of names that only the source may have.
@@ -105,7 +106,7 @@ def load_weights(
     name.split('/')[0]
     for name, x in fresh.items()
     if name.startswith(_HEADS.get(kind, ()))
-    # Another width, too, is reported when all shapes are compared.
+    # The last axis is the classes. `merge` raises if the width differs.
     and (name not in weights or weights[name].shape[-1:] != x.shape[-1:])
   }
   if heads and whole:
@@ -131,7 +132,7 @@ def load_weights(
     merge = functools.partial(lm.merge, model, source.config)
     merge_state = functools.partial(merge, collections=True)
   params = merge(params, trees.unflatten(weights), **kwargs)
-  if not (source.ours or variables):  # Other published weights are parameters.
+  if not (source.ours or variables):  # Only parameters were published.
     return params, model_state
   # Collections may hold structs, which are dictionaries on disk.
   flat = trees.by_path(model_state)
@@ -143,22 +144,22 @@ def load_weights(
 
 
 def _kind(config: protocol.StackedConfig) -> str:
-  """Returns the kind of a model as `Source.kind` names published ones."""
+  """Returns the `Source.kind` of published models with such a config."""
   return _KINDS.get(type(config), 'vision')
 
 
 def _published(
   source: 'source_lib.Source', model: protocol.StackedConfig, *, truncate: bool
 ) -> dict[str, Any]:
-  """Returns what published weights hold of a model; they are of its kind."""
+  """Returns a model's variables from published weights of the same kind."""
   if source.kind == 'language':
     return source.read(model)
   if source.kind == 'speech':
-    # Without what it may lack, where `source.read` would make that up.
+    # `source.read` would initialise arrays that are not in the file.
     weights = convert_wav2vec2.read(source.path, model.dense_twin())
     return {'params': trees.unflatten(weights)}
   if source.kind == 'vision' and not isinstance(source, source_lib.Tower):
-    # Files hold the dense model, and perhaps prediction heads of DynamicViT.
+    # Files hold the dense model, and maybe the prediction heads of DynamicViT.
     model = model.with_parts(routing=None, adaptive=None, lora=None)
     weights = convert_vit.read(source.path, model, truncate=truncate)
     return arrays_lib.unflatten(weights)
@@ -168,10 +169,10 @@ def _published(
 def _variables(
   source: 'source_lib.Source', model: protocol.StackedConfig | None, params
 ) -> dict[str, Any]:
-  """Returns what a source holds, for a model with the parameters `params`.
+  """Returns a source's variables, for a model with the parameters `params`.
 
-  With what a run froze; adapters that the model does not have, or weighs
-  otherwise, are merged.
+  They include the parameters that a run froze. Adapters are merged into the
+  weights if the model has no such adapters, or another `lora.alpha`.
   """
   variables = source.read()
   if source.kind == 'run' and source.experiment.train.frozen is not None:
@@ -188,10 +189,12 @@ def _variables(
 
 
 def _frozen(source: 'source_lib.Source') -> dict[str, Any]:
-  """Returns what a run froze, from where it found it; `source` was read."""
+  """Returns the parameters that a run froze; call `source.read` before."""
   run, shapes = source.experiment, protocol.shapes(source.config)
-  # The run has compared all names. Now only those of the frozen ones matter,
-  # and their fingerprint vouches for them.
+  # All names in the weights that the run started from were compared when it
+  # started. Here only the frozen parameters matter, so any other name may be
+  # new or dropped; `check_frozen` below compares their fingerprint with that in
+  # the run's checkpoint.
   params, _ = load_weights(
     *(source.base, source.config, shapes.pop('params'), shapes),
     new=('.*',),
@@ -213,7 +216,7 @@ def _frozen(source: 'source_lib.Source') -> dict[str, Any]:
 def _fit(
   weights: dict[str, Any], dense: ViTConfig, *, truncate: bool
 ) -> dict[str, Any]:
-  """Returns the weights that a vision model of other sizes has, by name."""
+  """Returns weights by name, fitted to the resolution and depth of `dense`."""
   fitted = {}
   for name, array in weights.items():
     block = re.match(r'block_(\d+)/', name)

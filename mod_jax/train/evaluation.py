@@ -26,33 +26,34 @@ from mod_jax.train import state as state_lib
 from mod_jax.train.task import Method, Study
 
 _METRICS = 'eval.json'
-# Programs of an evaluation that may wait for their devices. Batches take
-# memory, and simulated devices deadlock where more than 32 programs wait.
+# Maximum number of dispatched steps whose results are not read yet. Each keeps
+# a batch in memory, and simulated devices deadlock if over 32 programs wait.
 _AHEAD = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-  """A task with the parameters that a run has reached."""
+  """A task with the parameters of a checkpoint or of the end of training."""
 
   step: int
   task: Method
-  params: Any  # Those to use: averages, if the run keeps any.
+  params: Any  # The moving averages, if the run keeps any.
   model_state: Any
-  mesh: jax.sharding.Mesh  # Holds the arrays.
+  mesh: jax.sharding.Mesh  # The arrays are on its devices.
 
 
 def mesh_of(config: RunConfig) -> jax.sharding.Mesh:
-  """Returns a run's mesh or, where its devices are others, copies over some.
+  """Returns a run's mesh or, if it does not fit the devices here, another one.
 
-  These are as many as divide its held-out batches.
+  The other mesh replicates the parameters over the largest number of devices
+  that divides both a held-out batch and all devices.
   """
   rows, devices = config.evaluation.batch_size, jax.devices()
   try:
     mesh = parallel.make_mesh(config.mesh)
     parallel.check_batch(rows, mesh, 'evaluation.batch_size')
   except UserError:
-    if jax.process_count() == 1:  # Else each host has to have a part.
+    if jax.process_count() == 1:  # Several hosts must all be in the mesh.
       devices = devices[: math.gcd(rows, len(devices))]
     mesh = parallel.make_mesh(parallel.MeshConfig(), devices)
   return mesh
@@ -61,12 +62,12 @@ def mesh_of(config: RunConfig) -> jax.sharding.Mesh:
 def load(task: Method, workdir, *, step: best_lib.Step = None) -> Trained:
   """Returns the parameters of a run's checkpoint; changes nothing on disk.
 
-  `step` is that of the checkpoint, or 'best' for that in `best.json`; by
-  default it is the newest usable one.
+  `step` is the step of the checkpoint, or 'best' for the step in `best.json`;
+  None loads the newest usable checkpoint.
 
   Raises:
     UserError: there is no such checkpoint, or it does not fit the run's config,
-      which may have been edited since.
+      which may have been edited since the checkpoint was saved.
   """
   workdir, config = workdir_lib.expand(workdir), task.config
   task.modality.check()
@@ -117,11 +118,11 @@ def held_out(
   batches: int | None = None,
   more: bool = False,
 ) -> dict[str, float]:
-  """Returns a task's held-out metrics, by prefix of the mode and name.
+  """Returns a task's held-out metrics, by name with the prefix of the mode.
 
-  The arrays are on the mesh. `batches` is how many; 0 for all, None for
-  `config.evaluation.batches`. With `more`, in the modes that only `eval.py`
-  reports.
+  The arrays are on the mesh. `batches` is the number of held-out batches; 0 for
+  all, None for `config.evaluation.batches`. With `more`, the metrics are those
+  of the modes that only `eval.py` reports.
   """
   modes = task.eval_modes(more=more)
   if not modes:
@@ -192,8 +193,8 @@ def evaluate(
 def report(trained: Trained, metrics: dict[str, float], workdir) -> None:
   """Draws the pictures, writes metrics to `eval.json`, then prints them.
 
-  Pictures of the model are drawn by one host alone, so they are left out if its
-  parameters are spread over several.
+  With several hosts, pictures of the model are left out: one host draws them,
+  and the parameters are spread over all hosts.
   """
   figures = {}
   if jax.process_count() == 1:
@@ -231,10 +232,10 @@ def study(trained: Trained, names: Iterable[str], workdir) -> None:
   """Runs studies of `task.studies()`, by name; prints and saves their results.
 
   Metrics go to `study_NAME.json` in the run's directory, files of the study
-  beside them as `study_NAME_FILE`, and pictures to those of the run.
+  beside them as `study_NAME_FILE`, and figures to the run's pictures.
 
   Raises:
-    UserError: a study does not exist; then none is run.
+    UserError: a study does not exist; raised before any study is run.
   """
   for name, run in find_studies(trained.task, names).items():
     with jax.set_mesh(trained.mesh):
@@ -252,8 +253,7 @@ def study(trained: Trained, names: Iterable[str], workdir) -> None:
 def _publish(workdir, file, record, figures, title, text):
   """Saves pictures, then a record, then prints the text.
 
-  In this order, since `eval.json` marks a run as complete, and printing may
-  fail.
+  The order matters: `eval.json` marks a run as complete, and printing may fail.
   """
   workdir = workdir_lib.expand(workdir)
   paths = [workdir_lib.pictures(workdir) / f'{name}.png' for name in figures]

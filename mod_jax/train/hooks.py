@@ -1,4 +1,4 @@
-"""What a run does beside its steps: logs, evaluates, saves and reports."""
+"""Hooks between the steps of a run: they log, evaluate, save and report."""
 
 from collections.abc import Callable
 import contextlib
@@ -33,21 +33,21 @@ class TrainingDiverged(UserError):
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-  """A run as `loop.build` makes it: its parts, its state and its open files."""
+  """A run that `loop.build` yields: its parts, its state and its open files."""
 
   task: Method
   config: RunConfig
   workdir: epath.Path
   mesh: jax.sharding.Mesh
-  iterator: Any  # Of training batches.
+  iterator: Any  # Yields training batches.
   origin: dict[str, Any]  # Metadata of each checkpoint.
   teacher: Any
   state: Any
-  start: int  # Steps that the state has taken.
-  restored: bool  # Whether the state is that of a checkpoint.
+  start: int  # Steps that were taken before this call.
+  restored: bool  # Whether the state was read from a checkpoint.
   compiled_step: Callable[..., Any]  # Returns `jit_step` of `static_args`.
   first: bool  # Whether this is the first host.
-  direction: int  # Whether more of `checkpoint.best` is better, 1, or less, -1.
+  direction: int  # 1 if more of `checkpoint.best` is better, -1 if less is.
   checkpointer: Checkpointer
   writer: metrics_lib.MetricWriter
   progress: Progress
@@ -69,7 +69,7 @@ class Run:
 
 
 class Hook:
-  """Work beside the steps; a hook implements the methods that it needs."""
+  """Work between the steps; subclasses override the methods that they need."""
 
   def begin(self, step: int, state) -> None:
     """Is called once, before the first step of a call of `train`."""
@@ -78,7 +78,7 @@ class Hook:
     """Is called before each step, with its number."""
 
   def after(self, step: int, state, metric_sums) -> None:
-    """Is called after each step, perhaps before its arrays are computed."""
+    """Is called after each step; devices may still be computing its arrays."""
 
   def finish(self, step: int, state) -> None:
     """Is called after the last step of the run, unless a signal came before."""
@@ -106,7 +106,7 @@ class Log(Hook):
       values = metrics_lib.finalize(metric_sums)
       self.run.writer.write(step, 'train', values)
       for name in ('loss', 'grad_norm'):
-        # A batch of padding alone has no loss.
+        # The loss is missing if a batch is only padding.
         if name in values and not math.isfinite(values[name]):
           raise self.run.diverged(step, f'{name} is {values[name]}')
     if self.pending:
@@ -118,15 +118,16 @@ class Log(Hook):
 class Evaluate(Hook):
   """Evaluates on held-out data every few steps and at the end.
 
-  Also at the begin: the weights of `config.init`, on as much data as at the
-  end; or what an interruption of the run prevented. Where the best checkpoint
-  is kept, the last step is evaluated as those before it were, too.
+  At the beginning, it evaluates the weights of `config.init` on as much data as
+  at the end, or a checkpoint whose evaluation was interrupted. If the best
+  checkpoint is kept, the last step is also evaluated on the same data as the
+  steps before it, to compare them.
   """
 
   def __init__(self, run: Run, log: Log):
     self.run, self.log = run, log
-    self.metrics = {}  # Of the last evaluation,
-    self.step = None  # after this step.
+    self.metrics = {}  # Results of the last evaluation.
+    self.step = None  # Step of the last evaluation.
 
   def begin(self, step, state):
     run = self.run
@@ -146,14 +147,14 @@ class Evaluate(Hook):
   def after(self, step, state, metric_sums):
     if self._due(step):
       self.log.flush()
-      with contextlib.suppress(stop_lib.Stopped):  # The loop stops by itself.
+      with contextlib.suppress(stop_lib.Stopped):  # The loop checks for stops.
         self._evaluate(step, state)
 
   def finish(self, step, state):
     final = self.run.config.evaluation.final_batches
     self._evaluate(step, state, final, finish=True)
     for name, value in self.run.task.main_metrics(self.metrics).items():
-      # Others are NaN where the held-out data have none of what they measure.
+      # Other metrics may be NaN, such as a recall without a positive example.
       if name.split('/')[-1] == 'loss' and not math.isfinite(value):
         raise self.run.diverged(step, f'held-out {name} is {value}')
 
@@ -164,7 +165,7 @@ class Evaluate(Hook):
       return self.run.config.checkpoint.best is not None
     if not every:
       return False
-    # A fraction of less than a step is no 0, which stands for none.
+    # A fraction that rounds to 0 steps evaluates after each step.
     return step % max(1, config_lib.steps_of(every, num_steps)) == 0
 
   def _evaluate(self, step, state, batches=None, *, finish=False):
@@ -173,7 +174,7 @@ class Evaluate(Hook):
       *(run.task, state.eval_params, state.model_state, run.mesh),
       batches=batches,
     )
-    # Running a finished run again must not repeat its line.
+    # If a finished run is started again, do not add its last line again.
     if not finish or not metrics_lib.holds(run.workdir, step, 'eval', metrics):
       run.writer.write(step, 'eval', metrics)
     shown = ', '.join(
@@ -243,9 +244,9 @@ class Judge(Hook):
   def __init__(self, run: Run, evaluate: Evaluate, save: Save):
     self.run, self.evaluate, self.save = run, evaluate, save
     self.metric = run.config.checkpoint.best
-    self.best = None  # Step and value of the best evaluation,
-    self.since = 0  # and the number of evaluations after it.
-    self.ended = False  # Whether the run ends here, before its last step.
+    self.best = None  # Step and value of the best evaluation.
+    self.since = 0  # Number of evaluations after the best one.
+    self.ended = False  # Whether the run ends now, before its last step.
 
   def begin(self, step, state):
     if self.metric is None:
@@ -255,13 +256,14 @@ class Judge(Hook):
     lines = {}
     for line in metrics_lib.read(run.workdir):
       if line['kind'] == 'eval' and 0 < line['step'] <= step:
-        # A second one of the same step is of the end, on other batches.
+        # A second line of a step is the final evaluation, on other batches.
         lines.setdefault(line['step'], line)
-    if step and self.evaluate.step == step:  # Only the first host writes.
+    # Other hosts may not see a line yet that the first host has just written.
+    if step and self.evaluate.step == step:
       lines[step] = self.evaluate.metrics
     for at in sorted(lines):
       self._judge(at, lines[at])
-    # Not if `checkpoint.best` was set after that step.
+    # Skip this if `checkpoint.best` was set after that step.
     if self.best is not None and self.best[0] in run.checkpointer.steps():
       self._keep()
     patience = run.config.train.early_stop
@@ -302,7 +304,7 @@ class Judge(Hook):
     return metrics
 
   def _judge(self, step, metrics) -> bool:
-    """Returns whether this evaluation is the best so far; NaN is not."""
+    """Returns whether this evaluation is the best so far; NaN never is."""
     value, sign = metrics.get(self.metric, math.nan), self.run.direction
     least = -math.inf if self.best is None else sign * self.best[1]
     if sign * value > least:
@@ -319,7 +321,7 @@ class Judge(Hook):
 
   def _keep(self):
     step, value = self.best
-    # The one that was best before stays until this one is whole.
+    # Keep the previous best checkpoint until this one is complete.
     self.run.checkpointer.wait()
     self.run.checkpointer.spare(step)
     if self.run.first:
@@ -343,7 +345,7 @@ class Report(Hook):
       return
     stop_lib.check()
     texts = {}
-    if jax.process_count() == 1:  # Else the parameters are spread over hosts.
+    if jax.process_count() == 1:  # With more, no host has all parameters.
       samples = run.task.finish(state.eval_params, state.model_state)
       for i, text in enumerate(stop_lib.each(samples)):
         texts[f'{run.workdir}/sample_{i}.txt'] = text

@@ -37,10 +37,10 @@ class Result:
   """How a run ended.
 
   Attributes:
-    step: steps taken.
-    steps: how many of them in this call.
-    finished: False if a signal stopped it before its last step.
-    metrics: held-out metrics at the end; empty if it did not finish.
+    step: steps taken since the run began.
+    steps: steps taken in this call.
+    finished: False if a signal or `max_steps` stopped the run before its end.
+    metrics: held-out metrics at the end; empty if the run did not finish.
     state: the last state.
   """
 
@@ -48,7 +48,7 @@ class Result:
   steps: int
   finished: bool
   metrics: dict[str, float]
-  # Otherwise a notebook prints all arrays when a cell ends with a Result.
+  # Not in the repr: a notebook would print all arrays of a cell's last Result.
   state: Any = dataclasses.field(repr=False)
 
 
@@ -62,17 +62,17 @@ def train(
   allow_changed_config: bool = False,
   profile: range | None = None,
 ) -> Result:
-  """Trains, or continues the run in `workdir`, to the end or to a signal.
+  """Trains a new run, or continues the one in `workdir`, to the end or a signal.
 
   SIGTERM, SIGHUP and SIGUSR1 save and return; Ctrl-C saves and then raises
   KeyboardInterrupt (`stop.listening`).
 
   Args:
-    task: what is trained.
-    config: the run.
-    workdir: its directory: config, checkpoints, metrics and pictures.
-    max_steps: stop after this many steps of this call, as a signal would.
-    allow_changed_data: only warn if the data differ from those so far.
+    task: the model with its data and losses.
+    config: config of the run.
+    workdir: directory of config, checkpoints, metrics and pictures.
+    max_steps: stop after this many steps in this call, as after a signal.
+    allow_changed_data: only warn if the data differ from the checkpoint's.
     allow_changed_config: continue from the last checkpoint, optimiser state
       included, with other steps, learning rates or capacities.
     profile: steps to trace (`profile.Profiler`).
@@ -132,12 +132,12 @@ def train(
           hook.finish(step, state)
         return Result(step, step - run.start, True, evaluate.metrics, state)
     except stop_lib.Stopped:
-      pass  # A continued run catches up on the rest.
+      pass  # A continued run repeats the work that was aborted.
     if step:
       save.now(step, state)
     run.checkpointer.wait()
     run.writer.event('end', step)
-    run.progress.close()  # Prints its last line, before ours.
+    run.progress.close()  # Prints the last line of progress.
     if run.first:
       print(
         f'stopped at step {step} of {num_steps},'
@@ -209,8 +209,8 @@ def build(
       frozen, digest = state_lib.read_frozen(task, abstract)
       origin[origin_lib.FROZEN] = digest
     if changed and first:
-      # Before the config is replaced, since it explains to later readers why
-      # older checkpoints have another config.
+      # Add the event before `claim` replaces the saved config: the event tells
+      # later readers why older checkpoints have another config.
       metrics_lib.add_event(workdir, 'changed', start, fields=changed)
     if first:
       workdir_lib.claim(workdir, config)
@@ -230,7 +230,7 @@ def build(
       if saved:
         restored = checkpointer.restore(abstract.saved, iterator, check=check)
         state, start = restored.state.replace(frozen=frozen), restored.step
-      # The writer removes lines of steps that were not saved.
+      # Read this first: the writer removes lines of steps that were not saved.
       records = metrics_lib.read(workdir)
       reached = max((record['step'] for record in records), default=0)
       with (
@@ -274,7 +274,7 @@ def build(
 
 
 def _check(config, modality, mesh):
-  """Raises UserError for what can be seen before anything is computed."""
+  """Raises UserError for errors that show before anything is computed."""
   if config.train.num_epochs is not None:
     raise UserError(
       f'train.num_epochs={config.train.num_epochs}: a single run is counted in'
@@ -307,7 +307,7 @@ def _progress(task, config, mesh, start) -> Progress:
     config.train.num_steps,
     start,
     tokens_per_step=tokens,
-    # Where batches differ, it is that of the longest.
+    # `flops_per_step` counts the longest batch, so hide it if batches differ.
     flops_of_step=None if tokens is None else flops_of_step,
     peak=peaks.total(mesh.devices.flat, task.dtype),
     unit=task.modality.unit,
@@ -321,7 +321,7 @@ def _new_state(task, config, optimizer, abstract, origin):
   Adds the fingerprint of frozen weights to the run's `origin`.
   """
   if config.init is not None:
-    workdir_lib.find(config.init)  # Fails early: a state takes a while.
+    workdir_lib.find(config.init)  # Fails before the state is created.
   state = state_lib.create_state(config.seed, task, optimizer, abstract)
   if config.init is None:
     return state

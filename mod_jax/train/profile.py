@@ -41,7 +41,7 @@ class Profiler(Hook, contextlib.AbstractContextManager):
 
   TensorBoard's profile plugin opens the directory, and https://ui.perfetto.dev
   the file `perfetto_trace.json.gz` in it. The first step of a call includes
-  compilation. At its end as a context, an unfinished trace is written.
+  compilation. When the context exits, an unfinished trace is written.
   """
 
   def __init__(self, run: Run, steps: range | None):

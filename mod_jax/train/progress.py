@@ -24,7 +24,7 @@ class Progress(contextlib.AbstractContextManager):
   the second update on, so that they exclude the compilation of the first step.
   """
 
-  total_steps: int  # Of the whole run.
+  total_steps: int  # Steps of the whole run.
   start_step: int = 0  # Steps taken already, when resuming.
   _: dataclasses.KW_ONLY
   # Tokens (or what `unit` says) in a batch over all devices; None hides the
@@ -37,7 +37,7 @@ class Progress(contextlib.AbstractContextManager):
   # (MFU, Chowdhery et al. 2022).
   peak: float | None = None
   unit: str = 'tokens'
-  stream: Any = None  # By default standard error.
+  stream: Any = None  # File to write to; None is standard error.
   # Minimum seconds between two displayed updates, except the first and the
   # last; by default 0.5 on a terminal and 5 elsewhere.
   interval: float | None = None
@@ -49,7 +49,7 @@ class Progress(contextlib.AbstractContextManager):
     terminal = _is_terminal(self.stream)
     if self.interval is None:
       self.interval = 0.5 if terminal else 5.0
-    self._pending = None  # Step and values of an update that is not shown.
+    self._pending = None  # Step and values of an update that is not shown yet.
     self._shown = None  # Step and time of the last displayed update.
     self._rate = None  # Steps per second.
     self._flops = None  # FLOPs per second.

@@ -52,12 +52,12 @@ class TrainState:
 
   @property
   def saved(self) -> 'TrainState':
-    """What checkpoints hold."""
+    """The part of the state that checkpoints hold."""
     return self.replace(frozen=None)
 
 
 def with_frozen(params, frozen):
-  """Returns all parameters from those trained and those frozen, or None."""
+  """Returns trained and frozen parameters in one tree; `frozen` may be None."""
   return params if frozen is None else trees.join(params, frozen)
 
 
@@ -80,8 +80,8 @@ def abstract_state(
   task, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
   """Returns the state's shapes, dtypes and shardings; computes nothing."""
-  # With the key created inside, nothing is computed, so the mesh may consist of
-  # devices that this machine does not have.
+  # The key is created inside `eval_shape`, so nothing is computed, and the mesh
+  # may consist of devices that this machine does not have.
   boxed = jax.eval_shape(lambda: _create(jax.random.key(0), task, optimizer))
   abstract = jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(
@@ -116,7 +116,7 @@ def create_state(
   Frozen parameters are not created: `with_weights` adds them.
   """
   create = jax.jit(
-    # The compiler drops the initial values of what is frozen.
+    # The compiler removes the computation of the frozen parameters.
     lambda key: nn.unbox(_create(key, task, optimizer)).saved,
     out_shardings=jax.tree.map(lambda x: x.sharding, abstract.saved),
   )
@@ -128,8 +128,8 @@ def with_weights(
 ) -> TrainState:
   """Returns an initial state with other parameters and model_state.
 
-  `params` are all parameters. Both may be on the host or on any devices;
-  `abstract` gives the structure, sharding and dtype of the result.
+  `params` include the frozen ones. `params` and `model_state` may be on the
+  host or on any devices; `abstract` gives structure, sharding and dtype.
   """
   frozen = None
   if abstract.frozen is not None:
@@ -140,7 +140,7 @@ def with_weights(
     params=params,
     frozen=frozen,
     model_state=_placed(model_state, abstract.model_state),
-    # Copies, since a step donates both.
+    # Copies: a step donates `params` and `ema`, which must not share buffers.
     ema=None if state.ema is None else jax.tree.map(jnp.copy, params),
   )
 
@@ -152,13 +152,13 @@ def _placed(tree, like):
 
 
 def _part(params, like):
-  """Returns those of a model's parameters that `like` has."""
+  """Returns the subtree of `params` that has the names in `like`."""
   flat = trees.flatten(params)
   return trees.unflatten({name: flat[name] for name in trees.flatten(like)})
 
 
 def frozen_fingerprint(abstract: TrainState, params, init: str) -> str:
-  """Returns the fingerprint of the frozen ones of a model's parameters."""
+  """Returns the fingerprint of the frozen parameters among `params`."""
   frozen = trees.flatten(_part(params, abstract.frozen))
   for name, x in frozen.items():
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -167,14 +167,14 @@ def frozen_fingerprint(abstract: TrainState, params, init: str) -> str:
         ' factor above 0, or set train.frozen to None.'
       )
   types = {name: x.dtype for name, x in trees.flatten(abstract.frozen).items()}
-  # One array after the other, so that few are in memory at a time.
+  # A generator, so that few arrays are in memory at a time.
   return fingerprint.of_arrays(
     (name, np.asarray(x, types[name])) for name, x in frozen.items()
   )
 
 
 def read_frozen(task, abstract: TrainState) -> tuple[Any, str]:
-  """Returns a run's frozen parameters, in their places, and fingerprint."""
+  """Returns a run's frozen parameters, sharded, and their fingerprint."""
   params, _ = task.start(
     abstract.all_params, abstract.model_state, task.config.init
   )

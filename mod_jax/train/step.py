@@ -32,7 +32,7 @@ def train_step(
     optimizer: turns gradients into updates.
     static_args: static choices of this step, as `task.static_args` returns.
     grad_accum_steps: microbatches whose gradients are added before the update.
-    ema_decay: of the parameters' moving averages, if the state has any.
+    ema_decay: decay of the parameters' moving averages, if the state has any.
   """
   rng = jax.random.fold_in(state.rng, state.step)
 
@@ -58,8 +58,9 @@ def train_step(
       )
       return model_state, [weight for _, weight in losses]
 
-    # Losses are means over the whole batch, not over microbatches' means.
-    # The compiler drops what the weights do not need, mostly the whole model.
+    # Losses are means over the whole batch, so sum the weights of all
+    # microbatches first. The compiler removes what the weights do not depend
+    # on, usually the whole model.
     _, weights = jax.lax.scan(weigh, state.model_state, (micro, rngs))
     weights = [weight.sum(axis=0) for weight in weights]
 
@@ -83,7 +84,7 @@ def train_step(
   ema = state.ema
   if ema is not None:
     rate = ema_rate(ema_decay, state.step)
-    # In this form, the average of a constant stays exactly the same.
+    # In this form, the average of a constant parameter does not change at all.
     ema = jax.tree.map(lambda e, p: e + (rate * (p - e)), ema, params)
   return state.replace(
     step=state.step + 1,
@@ -132,5 +133,5 @@ def ema_rate(decay: float, step: jax.Array) -> jax.Array:
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:
-  """[B, …] -> [parts, B / parts, …], each part spread over all devices."""
+  """Reshapes [B, …] to [parts, B / parts, …], each part over all devices."""
   return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)

@@ -22,7 +22,7 @@ class Study:
   """The results of a study of a trained model.
 
   Attributes:
-    text: a table or a few sentences for people.
+    text: a table or a few sentences to print.
     metrics: numbers (or lists of them) by name, kept as JSON.
     figures: pictures by file name without suffix.
     files: texts, such as tables, by file name.
@@ -35,14 +35,14 @@ class Study:
 
 
 class Data(abc.ABC):
-  """The batches of a task, and what the loop asks about them.
+  """The batches of a task, and facts about them that the loop needs.
 
   Attributes:
-    unit: of `tokens_per_step`.
+    unit: what `tokens_per_step` counts, in the plural.
     main: names of the held-out metrics that are shown on one line.
     rising: regular expressions of held-out metrics, without the prefix of a
       mode, of which more is better.
-    falling: likewise, of which less is better.
+    falling: likewise, of held-out metrics of which less is better.
   """
 
   unit: str = 'tokens'
@@ -50,11 +50,10 @@ class Data(abc.ABC):
   rising: tuple[str, ...] = ('accuracy', 'top1', 'top5')
   falling: tuple[str, ...] = ('loss',)
 
-  # Not abstract, because many tasks have nothing to check.
   def check(self) -> None:  # noqa: B027 (Not all data need it.)
     """Checks the data; called before a run is begun or loaded.
 
-    A constructor must not depend on more than the config.
+    Constructors, in contrast, must not read any data.
 
     Raises:
       UserError: data are missing, or the model does not fit them.
@@ -63,8 +62,8 @@ class Data(abc.ABC):
   def files(self) -> Mapping[str, str]:
     """Returns texts to keep in the run's directory, by file name.
 
-    Such as a tokenizer learned from the training files, which continuations and
-    evaluations need.
+    Continued runs and evaluations need them: for example, a tokenizer that was
+    learned from the training files.
     """
     return {}
 
@@ -72,8 +71,8 @@ class Data(abc.ABC):
   def train_iterator(self, *, shard_index: int, shard_count: int):
     """Returns this host's endless iterator over its part of the batches.
 
-    `get_state()` returns a JSON object, the same on every host, and
-    `set_state()` continues from it, with any number of hosts.
+    The iterator's `get_state()` returns a JSON object, the same on every host;
+    `set_state()` continues from that object, with any number of hosts.
     """
 
   @abc.abstractmethod
@@ -87,8 +86,8 @@ class Data(abc.ABC):
   ):
     """Returns this host's iterable over its part of held-out batches.
 
-    `batch_size` are the rows of this part; `num_batches` batches are spread
-    over the held-out data, None for all.
+    `batch_size` is the number of rows of this part. `num_batches` batches are
+    spread over the held-out data; None takes all data.
     """
 
   @abc.abstractmethod
@@ -106,8 +105,8 @@ class Data(abc.ABC):
   def batch_shapes(self) -> dict[str, Any] | None:
     """Returns shapes and dtypes of a training batch, without reading any data.
 
-    None if unknown: then the step cannot be compiled ahead, and errors in it
-    only show after a run has begun.
+    Returns None if unknown: then the step cannot be compiled ahead, and errors
+    in it only show after a run has begun.
     """
     return None
 
@@ -116,21 +115,21 @@ class Data(abc.ABC):
   def tokens_per_step(self) -> int | None:
     """Tokens (or images) of a step on all hosts together.
 
-    None if batches differ: then neither tokens nor FLOPs per second are shown.
+    None if batches differ in size: then tokens and FLOPs per second are hidden.
     """
 
 
 class Method(abc.ABC):
-  """How a batch becomes a loss, metrics and pictures.
+  """A training method: how a batch becomes a loss, metrics and pictures.
 
-  The loop does the rest: sharding, gradient accumulation, averages,
+  The loop does the rest: sharding, gradient accumulation, moving averages,
   checkpoints, resuming, the stop at a NaN, progress, logs. A method is hashable
   by identity and holds no arrays that training changes.
 
   Attributes:
-    config: the run.
-    modality: the data that it is trained on.
-    dtype: of the matrix products, which determines a device's peak FLOP/s.
+    config: config of the run.
+    modality: the data to train and evaluate on.
+    dtype: dtype of matrix products, which determines a device's peak FLOP/s.
   """
 
   config: Any
@@ -144,7 +143,7 @@ class Method(abc.ABC):
   def start(self, params, model_state, init: str) -> tuple[Any, Any]:
     """Returns params and model_state with the weights at `config.init`.
 
-    In the structures of those given, which are initialised.
+    The arguments are initialised variables, whose structures the results have.
 
     Raises:
       UserError: there are no weights at `init`, or they do not fit.
@@ -162,14 +161,14 @@ class Method(abc.ABC):
   def teacher(self, mesh) -> Any:
     """Returns constant arrays that the losses need, or None.
 
-    Such as the parameters of a teacher. The loop calls this once and replicates
-    the arrays over the devices of the mesh. They are not part of checkpoints.
+    For example, the parameters of a teacher. The loop calls this once and
+    replicates the arrays over the mesh. They are not part of checkpoints.
     """
     del mesh
 
   @abc.abstractmethod
   def static_args(self, step: int) -> Hashable:
-    """Returns the static choices of a step: each value compiles a program."""
+    """Returns the static arguments of a step: each value compiles a program."""
 
   @abc.abstractmethod
   def losses(
@@ -186,14 +185,14 @@ class Method(abc.ABC):
     """
 
   def loss(self, *args, **kwargs) -> tuple[Any, Any]:
-    """Returns the objective of a whole batch, and the auxiliary of `losses`."""
+    """Returns the objective of a whole batch, and `losses`'s second result."""
     losses, aux = self.losses(*args, **kwargs)
     return sums.sum_of_means(losses), aux
 
   def eval_modes(self, *, more: bool = False) -> Mapping[str, Hashable]:
     """Returns the modes of evaluation, by prefix of their metrics.
 
-    With `more`, those that only `eval.py` reports instead.
+    With `more`, returns instead the modes that only `eval.py` reports.
     """
     return {} if more else {'': None}
 
@@ -201,7 +200,7 @@ class Method(abc.ABC):
     """Returns 1 if more of a held-out metric is better, -1 if less is.
 
     Raises:
-      UserError: it is not known which, or no mode is evaluated under that name.
+      UserError: no metric in `rising` or `falling` has this name in any mode.
     """
     known = {
       prefix + name: (f'{re.escape(prefix)}({name})', sign)
@@ -240,7 +239,7 @@ class Method(abc.ABC):
 
   @abc.abstractmethod
   def summary(self, metrics: dict[str, float]) -> str:
-    """Returns held-out metrics as a table for people."""
+    """Returns held-out metrics as a table to print."""
 
   @abc.abstractmethod
   def pictures(self, params, model_state) -> dict[str, 'Figure']:
@@ -266,13 +265,13 @@ class Method(abc.ABC):
     """Returns the model's FLOPs of a training step on the whole batch."""
 
   def flops_report(self) -> str:
-    """Returns the cost of the model, as a table for people."""
+    """Returns the cost of the model as a table to print."""
     flops = self.flops_per_step(self.static_args(0))
     return f'FLOPs of the first training step: {flops:.6g}'
 
 
 class Task(Method, Data):
-  """A method and its data in one class, as a task of your own may be."""
+  """A method and its data in one class: a base class for custom tasks."""
 
   @property
   def modality(self) -> Data:
