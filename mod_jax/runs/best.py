@@ -1,7 +1,7 @@
 """Which checkpoint of a run is the best by a held-out metric: `best.json`.
 
-The file names a step, the metric and its value. It is written once the
-checkpoint is whole, so what it names can be read at any time.
+The file has a step, the metric and its value. It is written once the checkpoint
+is complete, so the checkpoint of that step can be read at any time.
 """
 
 from typing import Literal
@@ -15,13 +15,13 @@ _FILE = 'best.json'
 
 
 def write(directory, step: int, metric: str, value: float) -> None:
-  """Names the best checkpoint of the run in a directory."""
+  """Records the best checkpoint of the run in a directory."""
   record = {'step': step, 'metric': metric, 'value': value}
   metrics.write_json(workdir.expand(directory) / _FILE, record)
 
 
 def resolve(directory, step: Step) -> int | None:
-  """Returns the number of a checkpoint; None remains the newest."""
+  """Returns the step of a checkpoint; None, for the newest, stays None."""
   if step != 'best':
     return step
   best = paths.read_object(workdir.expand(directory) / _FILE).get('step')
@@ -34,7 +34,7 @@ def resolve(directory, step: Step) -> int | None:
 
 
 def parse(text: str | None) -> Step:
-  """Returns what a flag says: a number of steps, `best`, or None."""
+  """Parses the flag --step: a number of steps, `best`, or None."""
   if text is None or text == 'best':
     return text
   if not text.isdecimal():

@@ -55,17 +55,17 @@ class CheckpointConfig(config_lib.Validated):
   # every `log.every` steps); 0 saves by steps alone.
   every_minutes: config_lib.Weight = 3.0
   keep: config_lib.PositiveCount = 3  # Newest checkpoints that stay on disk.
-  # Held-out metric, such as accuracy, by which the best checkpoint stays, too;
-  # None keeps the newest alone.
+  # Held-out metric, such as accuracy, whose best checkpoint is kept as well;
+  # None keeps only the newest checkpoints.
   best: str | None = None
-  asynchronous: bool = True  # Write while training goes on.
+  asynchronous: bool = True  # Whether to write while training goes on.
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
   """The contents of a checkpoint."""
 
-  step: int  # It was saved at.
+  step: int  # The step that the checkpoint was saved at.
   state: Any  # Arrays in the requested structure; None if they were not read.
   metadata: dict[str, Any]  # The JSON object that was saved with it.
 
@@ -73,8 +73,8 @@ class Restored:
 def _run_to_the_end(coroutine):
   """Runs a coroutine, and the tasks that are still pending if it fails.
 
-  Orbax's own function closes the event loop as soon as one write fails, under
-  the other writes, and each prints a traceback.
+  Orbax's own function closes the event loop as soon as one write fails; then
+  every other write that is still running prints a traceback.
   """
   loop = asyncio.new_event_loop()
   try:
@@ -87,8 +87,8 @@ def _run_to_the_end(coroutine):
     loop.close()
 
 
-# A private function of Orbax. In a version that has moved it, only these
-# tracebacks come back.
+# This replaces a private function of Orbax. In versions of Orbax that lack it,
+# these tracebacks come back.
 with contextlib.suppress(ImportError):
   from orbax.checkpoint._src import asyncio_utils
 
@@ -111,7 +111,10 @@ class _HashingHandler(ocp.PyTreeCheckpointHandler):
 
 @dataclasses.dataclass
 class _Spared:
-  """Orbax's `PreservationPolicy` that spares some steps, which may change."""
+  """Orbax's `PreservationPolicy` that never deletes the checkpoints of `steps`.
+
+  `Checkpointer` replaces `steps` while it runs.
+  """
 
   steps: Collection[int] = ()
 
@@ -121,10 +124,10 @@ class _Spared:
 
 
 class Checkpointer(contextlib.AbstractContextManager):
-  """Saves and restores training; the only writer of its directory.
+  """Saves and restores checkpoints; the only writer of their directory.
 
-  It clears what a killed save left, so to read while a run is training, use
-  `restore_subtree`.
+  It deletes the leftovers of a killed save. To read while another process may
+  be saving, use `restore_subtree`.
   """
 
   def __init__(self, directory, config: CheckpointConfig):
@@ -158,9 +161,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         ),
       ),
     )
-    # Orbax would query JAX's preemption service with the steps of this run, the
-    # loop does with those of all runs (`stop.after_step`); mixing both, the
-    # service can miss a stop.
+    # Orbax would query JAX's preemption service by the step of this run, while
+    # the loop queries it by a count of the steps of all runs of the process
+    # (`stop.after_step`). With both, the service could miss a stop.
     manager.reached_preemption = lambda step: False
     return manager
 
@@ -168,11 +171,11 @@ class Checkpointer(contextlib.AbstractContextManager):
     self.close()
 
   def due(self, step: int) -> bool:
-    """Whether the config wants a checkpoint after `step` steps."""
+    """Returns whether the config wants a checkpoint after `step` steps."""
     return bool(self.config.every) and step % self.config.every == 0
 
   def spare(self, step: int) -> None:
-    """Keeps this step, and no other, beside the newest; on all hosts."""
+    """Keeps only this checkpoint beside the newest ones; call on all hosts."""
     self._spared.steps = (step,)
 
   def steps(self) -> list[int]:
@@ -187,7 +190,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     and the arrays may be donated. With `asynchronous` the rest happens in the
     background; an error there is raised by the next `save`, `wait` or `close`.
     """
-    self._manager.wait_until_finished()  # Before `_saving` changes.
+    self._manager.wait_until_finished()  # The last save uses `_saving`.
     self._purge()
     if step in self.steps():
       return
@@ -197,7 +200,7 @@ class Checkpointer(contextlib.AbstractContextManager):
       saved[_POSITION] = iterator.get_state()
     items = {
       _STATE: ocp.args.PyTreeSave(trees.unflatten(_stored_arrays(state))),
-      # Orbax encodes in the background: take the copy now.
+      # Copy now, since Orbax encodes in the background.
       _METADATA: ocp.args.JsonSave(json.loads(json.dumps(saved))),
     }
     self._manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -213,15 +216,15 @@ class Checkpointer(contextlib.AbstractContextManager):
   ) -> Restored | None:
     """Restores the newest usable checkpoint, bit for bit as it was saved.
 
-    Returns None where there is none yet. One that is damaged or incomplete is
-    reported, moved aside to `<step>.corrupt`, and the one before it is used.
-    Raises UserError if none is usable, or if one is whole but holds other
-    arrays, or another data position, than this run needs.
+    Returns None if there is no checkpoint yet. A damaged or incomplete one is
+    reported and renamed to `<step>.corrupt`, and the previous one is used.
+    Raises UserError if no checkpoint is usable, or if an undamaged one holds
+    other arrays, or another data position, than this run needs.
 
     Leaves of `abstract_state` with a sharding are placed accordingly, whatever
-    mesh they were saved from; the others come uncommitted on one device.
+    mesh they were saved from; the others are uncommitted, on one device.
     `check` is called with the checkpoint before its arrays are read (`state` is
-    None), and raises if it must not be used.
+    None), and raises if the checkpoint must not be used.
     """
     self.wait()
     restored, unusable = _restore_newest(
@@ -230,7 +233,7 @@ class Checkpointer(contextlib.AbstractContextManager):
       lambda saved: saved.load(abstract_state, check, iterator, whole=True),
     )
     if unusable:
-      # Not before one was restored: if none is usable, all stay in place.
+      # Only now, since all stay in place if no checkpoint is usable.
       if jax.process_index() == 0:
         for step in unusable:
           _move_aside(self._directory / str(step))
@@ -240,7 +243,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     return restored
 
   def wait(self) -> None:
-    """Blocks until everything saved so far is on disk; raises its errors."""
+    """Blocks until everything saved so far is on disk; raises save errors."""
     self._manager.wait_until_finished()
     self._purge()
 
@@ -252,10 +255,10 @@ class Checkpointer(contextlib.AbstractContextManager):
       self._manager.close()
 
   def _write_manifest(self):
-    """Called on the first host after all items are written, before commit."""
+    """Writes the manifest; Orbax calls this on the first host before commit."""
     directory = self._directory / f'{self._saving}{ocp.utils.TMP_DIR_SUFFIX}'
     if not directory.exists():
-      # Where a file system cannot rename, Orbax writes in place.
+      # In an object store, which cannot rename, Orbax writes in place.
       directory = self._directory / str(self._saving)
     checksums.write(directory, _STATE)
 
@@ -277,8 +280,8 @@ def restore_subtree(
   A run may be writing to the directory meanwhile. Leaves are found by their
   path: pass the saved tree with the unwanted parts replaced by None
   (`state.replace(opt_state=None)`), or a dictionary by name (`{'params': …}`).
-  Without `step` the newest usable checkpoint is read; None is returned where
-  there is none yet. Otherwise as `Checkpointer.restore`.
+  If `step` is None, the newest usable checkpoint is read. Returns None if there
+  is no checkpoint yet. `check` and errors are as for `Checkpointer.restore`.
   """
   return _restore_beside(
     directory, lambda saved: saved.load(abstract, check), step
@@ -292,10 +295,10 @@ def restore_named(
   step: int | None = None,
   check: Callable[[Restored], None] = lambda saved: None,
 ) -> Restored | None:
-  """Like `restore_subtree`, for parts such as `params`, of unknown shapes.
+  """Like `restore_subtree`, for named parts of the state, of unknown shapes.
 
-  The state is of nested dictionaries with arrays on one device. A part that was
-  not saved, such as an empty one, is an empty dictionary.
+  `names` are such as `params`. The state has nested dictionaries of arrays on
+  one device. A part that was not saved is an empty dictionary.
   """
 
   def load(saved):
@@ -319,7 +322,7 @@ def steps(directory) -> list[int]:
       names = {path.name for path in directory.iterdir()}
     except FileNotFoundError:
       return []
-    if paths.is_remote(directory):  # Unfinished ones have their final name.
+    if paths.is_remote(directory):  # Unfinished checkpoints have final names.
       names &= {str(step) for step in ocp.utils.checkpoint_steps(directory)}
   numbers = (int(name) for name in names if name.isdecimal())
   return sorted(number for number in numbers if str(number) in names)
@@ -359,7 +362,7 @@ class _Saved:
     return trees.by_path(handler.metadata(self.directory / _STATE).tree)
 
   def verify(self) -> None:
-    """Checks the files, and that they are of this step."""
+    """Raises _Unusable if files are damaged, or were saved at another step."""
     if problem := _damage(self.directory):
       raise _Unusable(problem)
     if (step := self.metadata.get(_STEP)) != int(self.directory.name):
@@ -436,8 +439,8 @@ def _restore_beside(directory, load, step=None):
     try:
       return _restore_newest(directory, candidates, load)[0]
     except Exception:
-      # The run may have deleted the one that was being read; then there is a
-      # newer one.
+      # The run may have deleted the checkpoint that was being read. If so, try
+      # again: there is a newer one.
       if not candidates or candidates[-1] in steps(directory):
         raise
 
@@ -445,14 +448,15 @@ def _restore_beside(directory, load, step=None):
 def _restore_newest(directory, steps, load):
   """Loads the newest usable checkpoint.
 
-  Returns the result of `load`, None without any steps, and the unusable steps.
+  Returns the result of `load`, or None if `steps` is empty; and the steps of
+  the unusable checkpoints.
   """
   unusable = {}
   for step in reversed(steps):
     saved = _Saved(directory / str(step))
     try:
       saved.verify()
-      # Its files are undamaged: where this fails, another one would, too.
+      # Raise errors here: the files are undamaged, so older ones fail as well.
       restored = load(saved)
       break
     except _Unusable as e:
@@ -475,10 +479,10 @@ def _restore_newest(directory, steps, load):
 
 
 def _damage(directory) -> str | None:
-  """Describes the damage to a checkpoint's files; None if none.
+  """Returns a description of the damage to a checkpoint's files, or None.
 
-  Each host reads a part of the files, and all come to the same result:
-  otherwise they would resume from different steps.
+  Each host reads a part of the files. All hosts agree on whether there is any
+  damage: otherwise they would resume from different steps.
   """
   try:
     problem = checksums.damage(directory)

@@ -13,7 +13,7 @@ import jax
 MANIFEST = 'manifest.json'
 # The directory of the arrays that a process wrote, as Orbax names it.
 _OWN_FILES = 'ocdbt.process_{}'
-_OWN_DIGESTS = 'sha256.process_{}.json'  # Until the manifest is written.
+_OWN_DIGESTS = 'sha256.process_{}.json'  # The manifest replaces these files.
 
 
 def hash_own_files(item) -> None:
@@ -27,7 +27,7 @@ def hash_own_files(item) -> None:
 def write(checkpoint, item: str) -> None:
   """Writes a checkpoint's manifest, on one host.
 
-  `hash_own_files` was called for the item of this name, on all hosts.
+  All hosts must have called `hash_own_files` for the item of this name.
   """
   manifest = {}
   for i in range(jax.process_count()):
@@ -42,7 +42,7 @@ def write(checkpoint, item: str) -> None:
 
 
 def damage(directory) -> str | None:
-  """Describes the damage in this host's share of the files; None if none.
+  """Returns the damage in this host's share of the files; None if undamaged.
 
   Raises OSError if the files cannot be read.
   """
@@ -89,7 +89,7 @@ def _item_files(directory) -> list[str]:
 
 
 def _files(directory) -> list[str]:
-  """Returns the paths of all files below a directory, with its own name."""
+  """Returns paths of all files below a directory, beginning with its name."""
   names = []
   for path in directory.iterdir():
     names += _files(path) if path.is_dir() else [path.name]

@@ -1,11 +1,11 @@
 """The starts, restarts and ends of a run, and the time that restarts cost.
 
-They stand in `metrics.jsonl`, each as a line `{"step": 120, "kind": "event",
-"event": "start", "time": …}`. Events are `start`, where training begins or
-continues, with details of the process; `first_step`, when the first step after
-it is done and all is compiled; `end`, which a killed process does not write;
-`changed`, with the `fields`, where a run continues with another config; and
-`early_stop`, with the `patience`, where held-out data ended a run.
+They are events: lines of `metrics.jsonl` such as `{"step": 120, "kind":
+"event", "event": "start", "time": …}`. A `start` is where training begins or
+continues, with details of the process; `first_step` is when the first step
+after it is compiled and done; `end` is missing if the process was killed;
+`changed`, with the `fields`, is where a run continues with another config; and
+`early_stop`, with the `patience`, where a run ends because it got no better.
 Times are seconds since 1970.
 """
 
@@ -24,7 +24,7 @@ def ended_early(workdir, patience: int) -> int | None:
   for event in read_events(workdir):
     if event['event'] == 'early_stop':
       ended = event
-    # Steps that are taken again may lead elsewhere.
+    # A run that takes these steps again need not end early again.
     elif event['event'] == 'start' and ended and event['step'] < ended['step']:
       ended = None
   return ended['step'] if ended and ended['patience'] == patience else None
@@ -52,10 +52,10 @@ def cost_of_restarts(events: list[dict]) -> str | None:
 
 
 def seconds_per_step(events: list[dict]) -> float | None:
-  """Returns the mean over all lives of a run that ended orderly, or None.
+  """Returns the mean seconds of a step, without compilation, or None.
 
-  A life, from a start to the next, is timed from the end of its first step, so
-  without compilation.
+  A life of a run is the time from one start to the next. Only lives with an
+  `end` event count, each from the end of its first step.
   """
   timed = [
     life for life in _lives(events) if {'first_step', 'end'} <= life.keys()
@@ -66,7 +66,7 @@ def seconds_per_step(events: list[dict]) -> float | None:
 
 
 def _lives(events: list[dict]) -> list[dict[str, dict]]:
-  """Returns the last event of each name, for each start of a run."""
+  """Returns, for each start of a run, the last event of each name after it."""
   lives = []
   for event in events:
     if event['event'] == 'start':

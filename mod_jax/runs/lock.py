@@ -2,18 +2,18 @@
 
 `lock.json` names its owner; only one of any number of processes can create it.
 On one machine the owner also holds a `flock` on the directory, which the system
-releases when the process ends: whoever gets it takes over the lock of a dead
-owner at once.
+releases when the process ends: a process that gets the `flock` takes over the
+lock of a dead owner at once.
 
-Across machines that share a disk, an owner writes `lock.beat` every 15 seconds.
-A contender watches it for two minutes by its own clock. If it does not change,
-the owner is dead (or `lock.json` was truncated by a loss of power): the
-contender writes its own `lock.json`, waits, and reads it again. Of several that
-do so, the last one wins. An owner that slept for longer, such as a suspended
-machine, finds its lock gone before its next save, and stops.
+For machines that share a disk, an owner writes `lock.beat` every 15 seconds. A
+contender polls this file for two minutes by its own clock. If the file does not
+change, the owner is dead (or `lock.json` was truncated by a loss of power): the
+contender writes its own `lock.json`, waits, and reads it again. If several
+contenders do so, the last one wins. An owner that paused for longer, such as a
+suspended machine, sees before its next save that it lost the lock, and stops.
 
-Object stores (`gs://…`) have no exclusive creation: of two processes that start
-within the same second both go on, and the first one stops before it saves.
+Object stores (`gs://…`) have no exclusive creation: if two processes start
+within the same second, both go on, and the first one stops before it saves.
 """
 
 from collections.abc import Iterator
@@ -39,15 +39,15 @@ from mod_jax.runs import stop as stop_lib
 
 FILE = 'lock.json'
 _BEAT = 15.0  # Seconds between two heartbeats.
-_POLL = 1.0  # Seconds between two looks at them.
-_DEAD = 120.0  # Seconds without one after which a remote owner counts as dead.
+_POLL = 1.0  # Seconds between two readings of the heartbeat's file.
+_DEAD = 120.0  # Seconds without heartbeat until a remote owner counts as dead.
 _UNKNOWN = dict.fromkeys(('pid', 'host', 'time'), '(unknown)')
 
 
 class InUse(UserError):
   """Another process, or another thread, holds the lock of a directory.
 
-  Also raised if a stop is requested while waiting to see whether it does.
+  Also raised if a stop is requested while waiting for a sign of the owner.
   """
 
 
@@ -57,11 +57,11 @@ class Lock:
   def __init__(self, path):
     self.path = path
     self.depth = 0
-    self.text = None  # Content of the file; None if another host holds it.
+    self.text = None  # Content of `lock.json`; None on all hosts but the first.
     self._beat_path = path.with_name('lock.beat')
-    self._directory = None  # File descriptor.
+    self._directory = None  # File descriptor of the directory.
     self._alone = False  # Whether this process holds the `flock`.
-    self._machine = None  # Names those that see the same `flock`.
+    self._machine = None  # Id of kernel and disk, which share one `flock`.
     self._done = threading.Event()
     self._beating = threading.Thread(target=self._beat, daemon=True)
     self._made = []  # Directories that `acquire` creates.
@@ -78,7 +78,7 @@ class Lock:
       if not remote:
         self._directory = os.open(directory, os.O_RDONLY)
         self._machine = f'{_kernel()} {os.fstat(self._directory).st_dev}'
-        # Without it, as on some network file systems, the heartbeat has to do.
+        # If the file system has no `flock`, only the heartbeat protects.
         with contextlib.suppress(OSError):
           fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
           self._alone = True
@@ -119,13 +119,14 @@ class Lock:
       'pid': os.getpid(),
       'host': socket.gethostname(),
       'time': now.isoformat(timespec='seconds'),
-      # None without the `flock`, which then tells nothing about this owner.
+      # None without the `flock`: a contender that got the `flock` would take an
+      # owner on the same machine for dead.
       'machine': self._machine if self._alone else None,
       'id': uuid.uuid4().hex,
     }
 
   def _create(self) -> bool:
-    """Creates the file; returns False if there is one."""
+    """Creates the lock's file; returns False if it exists already."""
     if paths.is_remote(self.path):
       if not self.path.exists():
         self.path.write_text(self.text)
@@ -172,7 +173,11 @@ class Lock:
     return True
 
   def _is_dead(self, owner, text) -> bool:
-    """Watches an owner; raises InUse if it is alive, False if it is gone."""
+    """Watches the owner for `_DEAD` seconds; returns True if it is dead.
+
+    Returns False if the lock was released or replaced meanwhile. Raises InUse
+    if the owner is alive.
+    """
     print(
       f'{self.path} is held by process {owner["pid"]} on {owner["host"]}:'
       f' waiting {_DEAD:.0f} s to see whether it lives.',
@@ -202,16 +207,16 @@ class Lock:
           self._beat_path.write_text(uuid.uuid4().hex)
 
 
-_held: dict[tuple[str, int], Lock] = {}  # By path and thread.
+_held: dict[tuple[str, int], Lock] = {}  # Locks by directory and thread.
 
 
 @contextlib.contextmanager
 def held(directory) -> Iterator[Lock]:
   """Keeps other processes from writing to a directory; creates it if missing.
 
-  The lock is reentrant within a thread: a sweep may hold that of a run in its
-  own directory. With several hosts the first one holds it for all. Raises InUse
-  if another process, or another thread, holds it.
+  The lock is reentrant within a thread, as for a sweep that holds the lock of
+  its directory and trains a run there. With several hosts the first one holds
+  the lock for all. Raises InUse if another process or thread holds it.
   """
   key = _key(directory)
   lock = _held.get(key)
@@ -223,7 +228,8 @@ def held(directory) -> Iterator[Lock]:
   try:
     yield lock
   except Exception:
-    # A process that took over the lock may also have caused the error.
+    # If another process took over the lock, that may be the cause of this
+    # error: `check` then raises InUse, which explains it.
     check(directory)
     raise
   finally:
@@ -257,7 +263,7 @@ def _acquire_on_first_host(lock):
     except UserError as refusal:
       error = refusal
   if jax.process_count() > 1:
-    # All hosts must raise the same type, so that all go on in the same way.
+    # All hosts must raise the same type of error, and be handled alike.
     kinds = (type(None), UserError, InUse)
     kind = multihost_utils.broadcast_one_to_all(
       np.array(kinds.index(type(error)))
@@ -279,7 +285,7 @@ def _kernel() -> str:
 
 
 def _parse(path, text) -> dict:
-  """Returns the owner that a lock names; refuses a file that is no lock."""
+  """Returns the owner in a lock's text; raises UserError if it is no lock."""
   try:
     return _UNKNOWN | json.loads(text)
   except (ValueError, TypeError) as error:

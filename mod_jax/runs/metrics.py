@@ -27,15 +27,16 @@ from mod_jax.losses.sums import MetricSums, Rows
 _FILE = 'metrics.jsonl'
 _EVENT = 'event'  # Kind of the lines about the run itself (see history.py).
 _WANDB_ID = 'wandb_id.txt'
-_REWRITE_SECS = 30.0  # Between rewrites of a file that cannot be appended to.
-_EVENTS_SECS = 10.0  # Between flushes of TensorBoard's file.
+_REWRITE_SECS = 30.0  # Minimum time between rewrites in an object store.
+_EVENTS_SECS = 10.0  # Minimum time between flushes of TensorBoard's file.
 
 
 def finalize(metric_sums: MetricSums) -> dict[str, Any]:
   """Divides each total by its weight, on the host and in double precision.
 
-  Metrics of weight 0, which were not measured, are left out. Of pairs of arrays
-  the means are added up. Of `Rows`, all rows of all hosts follow each other.
+  Metrics of weight 0, which were not measured, are left out. If a pair has
+  arrays, their quotients are added up. `Rows` become concatenated arrays, with
+  the rows of all hosts.
   """
   metrics = {}
   for name, value in on_host(metric_sums).items():
@@ -49,7 +50,7 @@ def finalize(metric_sums: MetricSums) -> dict[str, Any]:
 
 
 def on_host(metric_sums: MetricSums) -> MetricSums:
-  """Returns the sums, once they are known, as numpy's; `Rows` stay."""
+  """Waits for the sums, and returns NumPy arrays; `Rows` stay unchanged."""
   pairs = {k: v for k, v in metric_sums.items() if not isinstance(v, Rows)}
   return {**metric_sums, **jax.device_get(pairs)}
 
@@ -85,7 +86,7 @@ class MetricWriter(contextlib.AbstractContextManager):
         which will be taken again, are removed. None for a new run: existing
         files are replaced. Events stay.
       config_json: the run's config, logged with the curves.
-      name: of the run in Weights & Biases; by default that of the directory.
+      name: name of the run in Weights & Biases; None for the directory's name.
 
     Raises:
       UserError: wandb is wanted but not installed, or `metrics.jsonl` is not
@@ -145,14 +146,14 @@ class MetricWriter(contextlib.AbstractContextManager):
       )
 
   def event(self, event: str, step: int, **fields) -> None:
-    """Writes an event; `time` among the fields overrides the present one."""
+    """Writes an event; `time` among the fields replaces the current time."""
     if self._file is not None:
       self._file.write(_event_line(event, step, fields))
       self._file.flush()
       self.flush()
 
   def flush(self) -> None:
-    """Makes all lines durable; to be called before each checkpoint."""
+    """Makes all lines durable; called before each checkpoint."""
     if isinstance(self._file, _RewrittenFile):
       self._file.rewrite()
 
@@ -225,8 +226,8 @@ def read(workdir) -> list[dict[str, Any]]:
 
   Returns:
     One dictionary per line, with `step`, `kind` and the values, NaN for those
-    that were not finite. Empty if nothing was written. Events are left out, and
-    a last line that a kill cut short. There may be several evaluations at one
+    that were not finite. Empty if nothing was written. Events, and a last line
+    that a kill cut short, are left out. There may be several evaluations at one
     step, as of a finished run that is run again with other settings: take the
     last one.
 
@@ -245,7 +246,7 @@ def read_events(workdir) -> list[dict[str, Any]]:
 def add_event(workdir, event: str, step: int, **fields) -> None:
   """Adds an event to `metrics.jsonl` while no writer has the file open."""
   path = paths.expand(workdir) / _FILE
-  *lines, _ = _read(path).split(b'\n')  # A kill may have cut the last one.
+  *lines, _ = _read(path).split(b'\n')  # A kill may have cut the last line.
   lines.append(_event_line(event, step, fields).encode())
   paths.write_bytes(path, b'\n'.join(lines))
 
@@ -268,7 +269,7 @@ def _read(path) -> bytes:
 
 
 def holds(workdir, step: int, kind: str, values: Mapping[str, Any]) -> bool:
-  """Whether `metrics.jsonl` holds the exact line that `write` would add."""
+  """Returns whether `metrics.jsonl` has the exact line that `write` adds."""
   path = paths.expand(workdir) / _FILE
   line = _line(step, kind, values).encode()
   return line in _read(path).splitlines(keepends=True)
@@ -356,7 +357,7 @@ class _TensorBoard:
   """A TensorBoard event file.
 
   It is written in the calling thread: the thread of tensorboardX's
-  SummaryWriter dies if the disk is full, and then its queue blocks for ever.
+  SummaryWriter dies if the disk is full, and then writes to its queue block.
   """
 
   def __init__(self, folder, resume_step, config_json):
@@ -370,7 +371,7 @@ class _TensorBoard:
     # writer within the same second would overwrite the first file.
     suffix = f'.{time.time_ns()}'
     self._file = event_file_writer.EventsWriter(str(folder / 'events'), suffix)
-    # Hides events in older files from this step on.
+    # TensorBoard then hides events of older files from this step on.
     self._add(
       0 if resume_step is None else resume_step + 1,
       session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START),

@@ -51,7 +51,7 @@ def check_config(
   text = json.dumps(saved.metadata[_CONFIG])
   saved_config = config_lib.from_json(type(config), text)
   if saved_config == config:
-    return  # The history may be long, and is no longer needed.
+    return  # Without reading the history, which may be long.
   refuse_differences(
     saved_config,
     config,
@@ -64,9 +64,9 @@ def check_config(
 
 
 def check_frozen(saved, origin: dict[str, Any], init: str) -> None:
-  """Raises UserError if a checkpoint was trained beside other frozen weights.
+  """Raises UserError if a checkpoint was trained with other frozen weights.
 
-  `origin` has the fingerprint of those that are at `init` now, if any are used.
+  `origin` has the fingerprint of the frozen weights that are at `init`, if any.
   """
   if saved.metadata.get(FROZEN) != origin.get(FROZEN):
     raise UserError(
@@ -76,7 +76,7 @@ def check_frozen(saved, origin: dict[str, Any], init: str) -> None:
 
 
 def check_data(saved, data: dict[str, Any], *, allow: bool) -> None:
-  """Raises UserError if the data differ from a checkpoint's; `allow` warns."""
+  """Raises UserError, or warns with `allow`, if data are not a checkpoint's."""
   changes = changed_data(saved, data)
   if changes and not allow:
     raise UserError(

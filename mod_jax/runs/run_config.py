@@ -20,25 +20,25 @@ class TrainConfig:
   num_epochs: config_lib.Positive | None = None
   # Rows of a step, on all devices together.
   batch_size: config_lib.Size = 16
-  # Microbatches of a step, whose gradients are added. Losses of a batch as a
-  # whole (ACM's budget and diversity, the balance of experts) are those of each
-  # microbatch.
+  # Number of microbatches of a step, whose gradients are added. Losses of a
+  # batch as a whole (ACM's budget and diversity, the balance of experts) are
+  # computed for each microbatch.
   grad_accum_steps: config_lib.Size = 1
-  # The capacity of routed layers falls from 1 over this many first steps, or
-  # this fraction of all.
+  # At the beginning, the capacity of routed layers falls from 1 over this many
+  # steps, or over this fraction of all steps.
   capacity_warmup_steps: config_lib.Steps = 0
   # Number of capacities during the warm-up; each compiles its own program.
   capacity_warmup_stages: config_lib.Unrolled = 4
   # EMA decay of the parameters; the averages are evaluated in their place. 0
   # keeps none.
   ema_decay: config_lib.Decay = 0.0
-  # Evaluations in a row that may be no better, by checkpoint.best, than the
-  # best so far; then the run ends early. 0 never does.
+  # The run ends early after this many evaluations in a row that are no better,
+  # by the metric checkpoint.best, than the best one. 0 = it never ends early.
   early_stop: config_lib.Count = 0
-  # Type of the matrices among the parameters that optimizer.rules freeze for
-  # ever, which then have neither gradients nor a place in checkpoints: they are
-  # read from init, also when the run is continued or loaded. None treats them
-  # as the others, at the cost of these.
+  # Type of the matrices that optimizer.rules freeze permanently. All frozen
+  # parameters then have no gradients and are in no checkpoint: they are read
+  # from init, also when the run is continued or loaded. None stores and
+  # differentiates them like trained parameters.
   frozen: Literal['float32', 'bfloat16'] | None = None
 
   def __post_init__(self):
@@ -48,7 +48,7 @@ class TrainConfig:
         f'batch_size={self.batch_size} does not divide by'
         f' grad_accum_steps={self.grad_accum_steps}: change one of them.'
       )
-    # Epochs are yet to become steps.
+    # With epochs, num_steps is not set yet.
     of_steps = self.num_epochs is None
     if of_steps and self.capacity_warmup_steps >= self.num_steps:
       raise errors.UserError(
@@ -67,8 +67,8 @@ class TrainConfig:
 class EvaluationConfig(config_lib.Validated):
   """How often a run is evaluated, and on how much held-out data."""
 
-  # Steps between evaluations, or a fraction of all; 0 evaluates at the end
-  # only.
+  # Steps between evaluations, or this fraction of all steps; 0 evaluates only
+  # at the end.
   every: config_lib.Steps = 500
   # Batches per evaluation, spread over the held-out data; 0 uses all of it.
   batches: config_lib.Count = 16
@@ -76,8 +76,8 @@ class EvaluationConfig(config_lib.Validated):
   final_batches: config_lib.Count = 64  # Batches at the run's end; 0 = all.
   # Start of a language model's final sample; '' = held-out text.
   prompt: str = ''
-  # Tokens of that sample, at most the sequence length, and of answers about
-  # pictures, at most 16; 0 draws none.
+  # Number of tokens of that sample, at most the sequence length, and of answers
+  # about pictures, at most 16; 0 = no sample and no answers.
   sample_tokens: config_lib.Count = 256
 
 
@@ -129,13 +129,13 @@ class RunConfig:
       )
 
   def split(self, params) -> tuple[Any, Any]:
-    """Returns the parameters in the state, and those beside it, or None."""
+    """Returns the trained and the frozen parameters, which may be None."""
     if self.train.frozen is None:
       return params, None
     return optimizer_lib.split(self.optimizer, params)
 
   def frozen_dtype(self, name: str) -> str:
-    """Returns the type of a parameter that is frozen beside the state."""
+    """Returns the dtype of a frozen parameter if `train.frozen` is set."""
     if optimizer_lib.is_matrix(name.split('/')):
       return self.train.frozen
     return 'float32'

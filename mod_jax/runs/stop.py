@@ -30,7 +30,7 @@ class Stopped(Exception):
 
 
 class _Asked:
-  """What signals have asked of this process, for all its runs."""
+  """The stop requests of signals to this process, for all of its runs."""
 
   listening = False  # Whether a `listening` context is open.
   requested = False  # Whether the run is to stop after the current step.
@@ -44,14 +44,14 @@ _asked = _Asked()
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-  """Turns the signals that stop a run into a request, instead of dying.
+  """Lets signals request that runs stop, instead of ending the process.
 
   Contexts may be nested: a request holds until the outermost one ends, so that
-  a signal between two runs of a sweep is not lost. Then, as everything is
-  saved, Ctrl-C raises the usual `KeyboardInterrupt`; a third Ctrl-C raises it
-  at once. With several hosts a signal on any of them stops all after the same
-  step, by JAX's preemption service. Outside the main thread, where Python
-  allows no signal handlers, this does nothing.
+  a signal between two runs of a sweep is not lost. When that context ends, and
+  everything is saved, a Ctrl-C becomes the usual `KeyboardInterrupt`; a third
+  Ctrl-C raises it at once. With several hosts a signal on any of them stops all
+  after the same step, by JAX's preemption service. Outside the main thread,
+  where Python allows no signal handlers, this does nothing.
   """
   if (
     _asked.listening
@@ -81,21 +81,21 @@ def listening() -> Iterator[None]:
 
 
 def requested() -> bool:
-  """Whether a stop is requested.
+  """Returns whether a stop is requested.
 
-  With several hosts it is the same on all of them: False until `after_step`
-  reaches the step after which all stop.
+  The result is the same on all hosts: with several hosts it is False until
+  `after_step` reaches the step after which all stop.
   """
   return _asked.requested
 
 
 def after_step() -> bool:
-  """Whether to stop after the step that was just taken.
+  """Returns whether to stop after the step that was just taken.
 
   With several hosts, all must call this after each step; all get the same.
   """
   if _asked.hosts > 1:
-    # The step at which JAX's service stops may belong to the next run.
+    # Count over all runs: JAX's service may choose a step of the next run.
     _asked.steps += 1
     if multihost_utils.reached_preemption_sync_point(_asked.steps):
       _asked.requested = True
@@ -114,7 +114,7 @@ def check() -> None:
 def each[T](items: Iterable[T]) -> Iterator[T]:
   """Yields items, such as batches, and calls `check` before each.
 
-  A signal may end data workers, too: if it came, their errors do not matter.
+  A signal may also kill data workers: then `check` raises before their errors.
   """
   iterator = iter(items)
   while True:
@@ -142,4 +142,4 @@ def _note(number, _):
   if _asked.hosts == 1:
     _asked.requested = True
   else:
-    signal.raise_signal(signal.SIGTERM)  # JAX tells the other hosts.
+    signal.raise_signal(signal.SIGTERM)  # JAX informs the other hosts.

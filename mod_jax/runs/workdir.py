@@ -29,14 +29,14 @@ def pictures(workdir) -> epath.Path:
 
 
 def holds_run(path) -> bool:
-  """Whether a run was begun in this directory."""
+  """Returns whether a run was begun in this directory."""
   path = expand(path) / _CONFIG
-  # A file that cannot be parsed may be a damaged one of ours.
+  # A file that cannot be parsed counts: it may be a run's, and damaged.
   return path.is_file() and not _THEIRS & paths.read_object(path).keys()
 
 
 def find(init: str) -> epath.Path:
-  """Returns the path that `config.init` names; raises UserError without one."""
+  """Returns the path `config.init`; raises UserError if it cannot be read."""
   path = expand(init)
   if not path.exists():
     raise paths.missing(init, 'init')
@@ -108,7 +108,7 @@ def refuse_differences(
   changeable = set()
   if allow_changes:
     before, after = held.optimizer.switches, config.optimizer.switches
-    # Switching a part on or off changes the state's structure.
+    # Other values may not switch a part of the optimiser's state on or off.
     changeable = {f for f in CHANGEABLE if before.get(f) == after.get(f)}
   for line in config_lib.diff(held, config):
     field = line.split(':')[0]
@@ -131,7 +131,11 @@ def listed(differences: list[str]) -> str:
 
 
 def _same_weights(field, held, config) -> bool:
-  """Whether paths are equal, or of one phase before and after a move."""
+  """Returns whether a field with a path names the same weights in both configs.
+
+  It does if the paths are equal, or if both are directories of the same phase
+  and the one in `held` no longer exists, as after the run was moved.
+  """
   paths_of_both = [
     functools.reduce(getattr, field.split('.'), c) for c in (held, config)
   ]

@@ -17,8 +17,8 @@ _SEVERITIES = range(6)  # 0 is the clean image.
 def robustness(task, params, model_state) -> Study:
   """Measures accuracy and load under corruptions of five severities.
 
-  The converted model is measured for comparison. Both classify up to 512
-  held-out images with the corruptions of `data.corruptions`.
+  The original model, not adaptive yet, is measured for comparison. Both
+  classify up to 512 held-out images with the corruptions of `data.corruptions`.
   """
   model = task.config.model
   batch = task.modality.examples(_IMAGES)

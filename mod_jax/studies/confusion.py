@@ -12,18 +12,18 @@ from mod_jax.data import images as images_lib
 from mod_jax.losses import classification
 from mod_jax.train.task import Study
 
-_WORST = 24  # Pictures that are shown,
-_LISTED = 200  # and listed in a file.
-_CLASSES = 40  # Classes in the table; the file has all.
-_MISTAKEN = 3  # Classes that one is taken for most often.
+_WORST = 24  # Number of the worst pictures that are drawn.
+_LISTED = 200  # Number of the worst pictures that `worst.csv` lists.
+_CLASSES = 40  # Maximum classes in the printed table; `classes.csv` has all.
+_MISTAKEN = 3  # Number of most frequent wrong predictions to list for a class.
 
 
 def confusion(task, params, model_state) -> Study:
-  """Counts which class is taken for which, on all held-out images.
+  """Counts the predicted classes of each true class, on all held-out images.
 
-  The worst pictures are those taken for something else with the largest losses.
-  With a table of labels, each label is a question of its own: precision, recall
-  and average precision, and no matrix.
+  The worst pictures are the wrongly classified ones with the largest losses.
+  With several labels per image, each label has its own precision, recall and
+  average precision, and there is no confusion matrix.
   """
   data, modality = task.config.data, task.modality
   pictures = images_lib.open_split(data, 'eval')
@@ -76,12 +76,12 @@ def confusion(task, params, model_state) -> Study:
 
 
 def _losses(modality, output, batch) -> jax.Array:
-  """Returns loss_B, of each image."""
+  """Returns loss_B, the loss of each image."""
   return jax.vmap(modality.held_out_loss)(output.logits_BV, batch['label'])
 
 
 def _one_true(classes, label_N, logits_NV):
-  """Returns text, metrics, rows by class, files and figures."""
+  """Returns text, metrics, rows by class, files and figures, for one label."""
   matrix_VV = classification.confusion(
     label_N, logits_NV.argmax(axis=-1), len(classes)
   )
@@ -117,7 +117,7 @@ def _one_true(classes, label_N, logits_NV):
 
 
 def _many_true(classes, label_NV, logits_NV):
-  """Returns text, metrics, rows by label, files and figures."""
+  """Returns the same as `_one_true`, for several labels per image."""
   ap_V = classification.average_precision(label_NV, logits_NV)
   true_NV, guess_NV = label_NV > 0, logits_NV > 0
   rows = []
@@ -148,7 +148,7 @@ def _many_true(classes, label_NV, logits_NV):
 
 
 def _mistaken(matrix_VV, classes, v: int) -> str:
-  """Returns the classes that a class is taken for, the most frequent first."""
+  """Returns the wrong predictions for a class, the most frequent first."""
   count_V = matrix_VV[v].copy()
   count_V[v] = 0
   order = np.argsort(-count_V, kind='stable')[:_MISTAKEN]
@@ -156,7 +156,7 @@ def _mistaken(matrix_VV, classes, v: int) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]], worst_by: str) -> list[str]:
-  """Returns lines; of many classes those that do worst."""
+  """Returns a table's lines; of many classes, the worst by `worst_by`."""
   shown, note = rows, []
   if len(rows) > _CLASSES:
     order = sorted(rows, key=lambda row: np.nan_to_num(row[worst_by], nan=2))
@@ -166,7 +166,7 @@ def _table(rows: Sequence[dict[str, Any]], worst_by: str) -> list[str]:
   titles = list(rows[0])[1:]
 
   def cell(title, value):
-    if isinstance(value, str):  # The last column, at the left.
+    if isinstance(value, str):  # The last column, aligned at the left.
       return f'   {value}'
     text = f'{value:.4f}' if isinstance(value, float) else f'{value:,}'
     return text.rjust(len(title) + 2)

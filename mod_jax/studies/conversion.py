@@ -20,12 +20,12 @@ _COLUMNS = ('loss', 'bits_per_byte', 'flops', 'tokens_per_second')
 
 
 def conversion(task, params, model_state) -> Study:
-  """Measures the loss in quality by routing, and its savings.
+  """Measures what routing costs in quality, and what it saves.
 
-  These are held-out losses of the dense model at `init`, of the routed one when
-  all blocks process all tokens, and under each rule; FLOPs of a forward pass
-  relative to the dense model; and for rules that can decode, tokens per second
-  of one row, timed in turn.
+  Reports held-out losses of the dense model at `init`, and of the routed model
+  when all blocks process all tokens, and under each rule; FLOPs of a forward
+  pass relative to the dense model; and, for the dense model and causal rules,
+  tokens per second of one row, timed alternately.
   """
   model, modality = task.config.model, task.modality
   dense = model.dense_twin()

@@ -1,4 +1,4 @@
-"""One device for what takes few rows, which may not fit a mesh."""
+"""Runs on one device what has few rows, which a mesh may not divide."""
 
 import contextlib
 

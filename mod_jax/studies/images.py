@@ -16,7 +16,7 @@ _IMAGES = 16  # Images in which to measure the importance of tokens.
 
 
 def throughput(task, params, model_state) -> Study:
-  """Times the model and its dense twin by batch size, in turn."""
+  """Times the model and its dense twin alternately, for several batch sizes."""
   model = task.config.model
   configs = {'model': model, 'dense twin': model.dense_twin()}
   key = jax.random.key(0)
@@ -149,7 +149,7 @@ def leave_one_out(
 ) -> jax.Array:
   """Returns importance_BL, in nats, of each token to a layer of a dense model.
 
-  `module` is bound to its variables; `target_BV` are the images' classes.
+  `module` is bound to its variables; `target_BV` has one-hot classes.
   """
   x_BLD = module.embed(images_BHWC)
   for i in range(layer):
@@ -157,7 +157,7 @@ def leave_one_out(
   batch, length, _ = x_BLD.shape
 
   def loss(left_L):
-    """Loss of each image when the layer processes these tokens."""
+    """Returns each image's loss when the layer processes only these tokens."""
     left_BL = jnp.broadcast_to(left_L, (batch, length))
     info = vit.token_info(x_BLD).replace(valid_BL=left_BL)
     processed_BLD = module.step(layer, x_BLD, info=info).x_BLD

@@ -21,7 +21,7 @@ from mod_jax.train.task import Study
 _SAMPLES = 16
 _TOKENS = 256
 _BATCHES = 16
-_ROWS = 8  # Rows of a batch, where logits are needed.
+_ROWS = 8  # Maximum rows of a batch whose logits are computed.
 _PARTS = 8  # Parts of the context by which to report losses.
 _DRAWS = 1000  # Resamples of the bootstrap.
 _OFTEN = 40  # Minimum occurrences of a piece of text to be listed.
@@ -45,7 +45,7 @@ def arank(task, params, model_state) -> Study:
   config = config_lib.replace(task.config, {f'{field}.remat': 'none'}).model
   model, variables = config.unrolled(variables)
   config = config.language if reads_pictures else config
-  # All queries and keys of a block are computed at once.
+  # With `chunk=0`, all queries and keys of a block are computed at once.
   model = model.build(routing=RoutingMode(chunk=0))
 
   @jax.jit
@@ -66,7 +66,7 @@ def arank(task, params, model_state) -> Study:
         for name, of_calls in intermediates[f'block_{i}']['attention'].items()
         if name in _SOWN
       }
-      # Tokens enter the attention of a block whose feed-forward is routed.
+      # If only the feed-forward is routed, all tokens enter the attention.
       | ({'chosen': aux['router'].chosen_BL[0]} if layer.caches_chosen else {})
       for i, (aux, layer) in enumerate(
         zip(output.aux, config.stack.layers, strict=True)
@@ -131,14 +131,14 @@ def _lowest(value_R, count: int) -> list[int]:
 
 
 def _rank_of(layer, position_L, segment_L, window):
-  """Returns how many tokens a block's attention processes, and its rank."""
+  """Returns the number of tokens in a block's attention, and its mean rank."""
   is_processed = layer.get('chosen', np.ones(len(position_L), bool))
   at_K, of_K = position_L[is_processed], segment_L[is_processed]
   distance_KS = at_K[:, None] - at_K
   seen_KS = (distance_KS >= 0) & (of_K[:, None] == of_K)
   if window is not None:
     seen_KS &= distance_KS < window
-  # Slots may be empty, and lie between others.
+  # Remove empty slots, which may lie between others.
   real = layer.get('valid', np.s_[:])
   q_KHC, k_KGC = (layer[name][real] for name in ('queries', 'keys'))
   return len(at_K), mean_rank(q_KHC, k_KGC, seen_KS)
@@ -163,7 +163,7 @@ def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
 def _single_rows(task, *, whole: bool):
   """Yields arguments and keywords of the model for single rows.
 
-  They have no padding: with `whole`, others are left out, else it is cut off.
+  The rows have no padding: `whole` skips rows with padding, else it is cut off.
   """
   count = 0
   for batch in task.modality.eval_batches(
@@ -179,7 +179,7 @@ def _single_rows(task, *, whole: bool):
         for name, x in batch.items()
       }
       if not whole:
-        # Pictures that the row lacks would take places of its text.
+        # Pass only pictures of this row: others would replace its text.
         model = task.config.model
         tokens = (one['tokens'] == model.image_token).sum()
         one['images'] = one['images'][:, : tokens // model.num_patches]
@@ -397,7 +397,7 @@ def copying(task, params, model_state) -> Study:
 
 
 def _few_rows(task, batches: int):
-  """Returns the rows of `batches` held-out batches (0 = all), in smaller ones.
+  """Returns `batches` held-out batches (0 = all), split into smaller ones.
 
   The logits of a large batch may not fit on one device.
   """
@@ -445,13 +445,13 @@ def correlation(x_RL, y_RL, valid_RL, seed: int = 0):
     rank_N = scipy.stats.rankdata(values_RL[valid_RL])
     rank_RL[valid_RL] = rank_N - rank_N.mean()
   a_RL, b_RL = ranks
-  # Of each row: count, sums, and sums of products.
+  # For each row: number of tokens, sums, and sums of products.
   terms = (valid_RL, a_RL, b_RL, a_RL**2, b_RL**2, a_RL * b_RL)
   sums_R6 = np.stack([x.sum(axis=1) for x in terms], axis=1)
   rng = np.random.default_rng(seed)
   rows = len(sums_R6)
   times_DR = rng.multinomial(rows, np.full(rows, 1 / rows), _DRAWS)
-  # The first row is the original sample.
+  # The first of the draws is the original sample.
   times_DR = np.vstack([np.ones(rows), times_DR])
   n, a, b, aa, bb, ab = (times_DR @ sums_R6).T
   with np.errstate(invalid='ignore', divide='ignore'):

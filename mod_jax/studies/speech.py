@@ -10,8 +10,8 @@ from mod_jax.losses import ctc
 from mod_jax.sampling import transcripts
 from mod_jax.train.task import Study
 
-_WIDTHS = (4, 16)  # Prefixes of a beam.
-# A frame is silent if what it hears lies so far below the mean power.
+_WIDTHS = (4, 16)  # Numbers of prefixes in a beam.
+# A frame is silent if its power is below this fraction of the mean power.
 _SILENT = 0.01
 
 
@@ -47,10 +47,11 @@ def decoding(task, params, model_state) -> Study:
 
 
 def silence(task, params, model_state) -> Study:
-  """Measures how many learners frames of silence and of speech run.
+  """Measures how many learners run on frames of silence and of speech.
 
-  A frame is silent if the samples that its convolutions hear have less than a
-  hundredth of the recording's mean power. Layers above them hear the others.
+  A frame is silent if the samples in the receptive field of its convolutions
+  have less than a hundredth of the recording's mean power. The transformer
+  blocks also attend to other frames.
   """
   model = task.config.model
   num_learners = model.adaptive.num_learners

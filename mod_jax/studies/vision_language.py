@@ -1,4 +1,4 @@
-"""A study of models that see: which image tokens their blocks choose."""
+"""A study of vision-language models: which image tokens their blocks choose."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ _ASKED = 500  # Held-out questions.
 def image_tokens(task, params, model_state) -> Study:
   """Measures which tokens of held-out scenes each routed block processes.
 
-  A token shows a digit if its middle lies within the digit's box.
+  A token shows a digit if the middle of its patch is in the digit's box.
   """
   model = task.config.model
   processed, digits = [], []
