@@ -297,8 +297,8 @@ def restore_named(
 ) -> Restored | None:
   """Like `restore_subtree`, for named parts of the state, of unknown shapes.
 
-  `names` are such as `params`. The state has nested dictionaries of arrays on
-  one device. A part that was not saved is an empty dictionary.
+  `names` are names of such parts, as `params`. The state has nested
+  dictionaries of arrays on one device; a part without arrays is an empty one.
   """
 
   def load(saved):

@@ -47,7 +47,7 @@ _UNKNOWN = dict.fromkeys(('pid', 'host', 'time'), '(unknown)')
 class InUse(UserError):
   """Another process, or another thread, holds the lock of a directory.
 
-  Also raised if a stop is requested while waiting for a sign of the owner.
+  Also raised if a stop is requested while watching whether the owner is alive.
   """
 
 
@@ -61,7 +61,7 @@ class Lock:
     self._beat_path = path.with_name('lock.beat')
     self._directory = None  # File descriptor of the directory.
     self._alone = False  # Whether this process holds the `flock`.
-    self._machine = None  # Id of kernel and disk, which share one `flock`.
+    self._machine = None  # Equal for processes that see the same `flock`.
     self._done = threading.Event()
     self._beating = threading.Thread(target=self._beat, daemon=True)
     self._made = []  # Directories that `acquire` creates.
@@ -263,7 +263,7 @@ def _acquire_on_first_host(lock):
     except UserError as refusal:
       error = refusal
   if jax.process_count() > 1:
-    # All hosts must raise the same type of error, and be handled alike.
+    # All hosts must raise the same type of error, since callers may catch it.
     kinds = (type(None), UserError, InUse)
     kind = multihost_utils.broadcast_one_to_all(
       np.array(kinds.index(type(error)))

@@ -35,10 +35,10 @@ class TrainConfig:
   # The run ends early after this many evaluations in a row that are no better,
   # by the metric checkpoint.best, than the best one. 0 = it never ends early.
   early_stop: config_lib.Count = 0
-  # Type of the matrices that optimizer.rules freeze permanently. All frozen
-  # parameters then have no gradients and are in no checkpoint: they are read
-  # from init, also when the run is continued or loaded. None stores and
-  # differentiates them like trained parameters.
+  # Type of the matrices that optimizer.rules freeze permanently. If it is set,
+  # frozen parameters have no gradients and are in no checkpoint: they are read
+  # from init, also when the run is continued or loaded. None = they are stored
+  # and differentiated like trained parameters.
   frozen: Literal['float32', 'bfloat16'] | None = None
 
   def __post_init__(self):

@@ -1,4 +1,4 @@
-"""Runs on one device what has few rows, which a mesh may not divide."""
+"""Puts arrays on one device, for rows that are too few for a mesh."""
 
 import contextlib
 

@@ -145,7 +145,7 @@ def _rank_of(layer, position_L, segment_L, window):
 
 
 def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
-  """Returns the rank of attention maps without their diagonals, over heads.
+  """Returns the mean rank, over heads, of attention maps without diagonals.
 
   `seen_LS` are the keys that each query attends to, including its own.
   """
@@ -163,7 +163,7 @@ def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
 def _single_rows(task, *, whole: bool):
   """Yields arguments and keywords of the model for single rows.
 
-  The rows have no padding: `whole` skips rows with padding, else it is cut off.
+  Rows with padding are skipped if `whole`; otherwise their padding is cut off.
   """
   count = 0
   for batch in task.modality.eval_batches(
@@ -179,7 +179,8 @@ def _single_rows(task, *, whole: bool):
         for name, x in batch.items()
       }
       if not whole:
-        # Pass only pictures of this row: others would replace its text.
+        # Pass only the row's own pictures: routed blocks count the patches of
+        # all pictures passed, and have slots for no more text than the rest.
         model = task.config.model
         tokens = (one['tokens'] == model.image_token).sum()
         one['images'] = one['images'][:, : tokens // model.num_patches]

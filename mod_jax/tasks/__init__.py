@@ -32,9 +32,8 @@ from mod_jax.train import evaluation
 def make_task(config: ExperimentConfig, workdir=None) -> Plain:
   """Returns the task that an experiment describes.
 
-  `workdir` is the directory of the task's run, or None for a task without a
-  run. The files of `Data.files`, such as a tokenizer, are read from there if
-  the run has written them already.
+  `workdir` is the directory of the task's run, or None without a run. Files of
+  `Data.files`, such as a tokenizer, are read from there if they exist.
   """
   if isinstance(config.model, LMConfig):
     modality = Language(config, workdir)

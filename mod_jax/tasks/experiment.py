@@ -48,7 +48,7 @@ class PruningObjective(config_lib.Validated):
 class PhaseConfig:
   """One phase of a run: settings that replace those of the run."""
 
-  num_steps: config_lib.Count  # 0 skips the phase.
+  num_steps: config_lib.Count  # Steps of the phase; 0 skips it.
   batch_size: config_lib.Size  # Rows of a step.
   # Peak learning rate. In the phases of an adaptive model it falls to 1e-6.
   # Momentum, weight decay and clipping are those of `optimizer`.
@@ -77,7 +77,7 @@ class ACMObjective(config_lib.Validated):
 
   # The phase to train, or all in turn.
   phase: Literal['all', 'learners', 'gates', 'end_to_end'] = 'all'
-  # β: target of the computed fraction of the cost of all learners.
+  # β: fraction of the cost of all learners that tokens should use on average.
   budget: config_lib.Proper = 0.5
   # τ: one more learner is worth its cost if it divides the error by at least τ.
   tau: Annotated[float, config_lib.Range(gt=1)] = 1.2
@@ -94,8 +94,8 @@ class ACMObjective(config_lib.Validated):
   # in the paper. Later steps take the likeliest choice, as inference does, so
   # that inference meets the budget, too.
   noise_until: config_lib.Probability = 1.0
-  # Number of learners that every token runs in `end_to_end`, as a control: a
-  # static model of the same cost. 0 = the gates choose.
+  # Number of learners that every token runs in `end_to_end`; 0 = the gates
+  # choose. For comparison with a static model of equal cost.
   static_learners: config_lib.Count = 0
   # Weights of the model without adaptive modules, the teacher of the first two
   # phases. None = those at `init`; if an adaptive run is there, its teacher.
@@ -148,7 +148,7 @@ _PICTURES = (ImageDataConfig, DetectionDataConfig, ConversationDataConfig)
 
 
 def _within(model) -> str:
-  """Returns the vision transformer's place in a model: 'backbone.', or ''."""
+  """Returns the prefix of a vision transformer's fields, as 'backbone.'."""
   if isinstance(model, VLMConfig):
     return f'tower.{_within(model.tower)}'
   return 'backbone.' if isinstance(model, DynamicViTConfig) else ''
@@ -168,7 +168,7 @@ def _objective_of(model) -> type | None:
 
 
 def _parts(model) -> list[str]:
-  """Returns the set fields of conditional computation, as `model.routing`."""
+  """Returns the used fields of conditional computation, as `model.routing`."""
   inner, parts = 'model.', []
   if isinstance(model, DynamicViTConfig):
     inner, parts = 'model.backbone.', ['model.stages']

@@ -308,7 +308,7 @@ class Images(Pictures):
     )
 
   def _kept(self, task, params, model_state):
-    """Returns kept_SN, the share of images that keep a patch, and the count."""
+    """Returns kept_SN, the share of images keeping a patch, and their count."""
     total_SN, count = 0.0, 0
     for batch, kept_SN in task.over_held_out(
       lambda output, batch: jnp.einsum(

@@ -41,12 +41,11 @@ class Language(Modality):
     """Keeps the config; reads no data.
 
     On first use, a learned tokenizer is read from the run's directory, or else
-    from the run at `config.init`: the text that it was learned from may have
-    changed since.
+    from the run at `config.init`: its training text may have changed since.
     """
     super().__init__(config)
     self.length = (config.data.length,)
-    # The accuracy of causal routing rules, of which top-k is the target.
+    # `accuracy` is how often a causal routing rule agrees with top-k.
     self.rising = () if config.model.routing is None else ('accuracy',)
     self._workdir = workdir
 

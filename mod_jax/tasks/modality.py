@@ -145,7 +145,7 @@ class Modality(Data):
   def finish_metrics(self, metrics: dict[str, Any]) -> dict[str, float]:
     """Returns held-out metrics with derived ones added.
 
-    `of_rows` computes metrics from the `ROWS` of `eval_sums`.
+    The `ROWS` that `eval_sums` returns become the metrics of `of_rows`.
     """
     finished = {}
     for name, value in metrics.items():

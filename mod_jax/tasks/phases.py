@@ -182,8 +182,7 @@ def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:
 def _check_alone(config: ExperimentConfig) -> None:
   """Raises UserError if a phase that is trained alone cannot start at `init`.
 
-  Unless it is the first of `objective.phases`, a run of the phase before must
-  be there.
+  All phases but the first need a run of the phase before there.
   """
   phase, phases = config.objective.phase, list(config.objective.phases)
   if phase not in phases:

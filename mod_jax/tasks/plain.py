@@ -228,7 +228,7 @@ class Plain(Method):
 
   @property
   def _frozen(self):
-    """Function from names to whether a parameter has no gradient, or None."""
+    """Predicate for the names of frozen parameters; None if none are frozen."""
     if self.config.train.frozen is None:
       return None
     return functools.partial(optimizer_lib.freezes, self.config.optimizer)

@@ -106,8 +106,7 @@ class VisionLanguage(Modality):
 
     Args:
       pieces: (kind, text) of each piece.
-      encode_all: returns the tokens of each of several texts; None for the
-        tokenizer's `encode`.
+      encode_all: maps texts to their tokens; None for the tokenizer's `encode`.
     """
     tokens, kinds = [], []
     if self.tokenizer.bos_id is not None:
@@ -359,7 +358,7 @@ class VisionLanguage(Modality):
   def _draw(
     self, output, images_BIHWC, is_image_BL, labels, title, shown_B=np.s_[:]
   ):
-    """Draws the first picture of the rows in `shown_B`, by processed tokens."""
+    """Draws, by block, the processed patches of each row's first picture."""
     model = self.config.model
     place_BN = np.argsort(~is_image_BL, axis=-1, kind='stable')
     place_BN = place_BN[:, : model.num_patches]

@@ -154,7 +154,7 @@ class Evaluate(Hook):
     final = self.run.config.evaluation.final_batches
     self._evaluate(step, state, final, finish=True)
     for name, value in self.run.task.main_metrics(self.metrics).items():
-      # Other metrics may be NaN, such as a recall without a positive example.
+      # Other metrics are NaN if the held-out data have no example for them.
       if name.split('/')[-1] == 'loss' and not math.isfinite(value):
         raise self.run.diverged(step, f'held-out {name} is {value}')
 

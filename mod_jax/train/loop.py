@@ -62,7 +62,7 @@ def train(
   allow_changed_config: bool = False,
   profile: range | None = None,
 ) -> Result:
-  """Trains a new run, or continues the one in `workdir`, to an end or signal.
+  """Trains a new run or continues one, until it ends or a signal stops it.
 
   SIGTERM, SIGHUP and SIGUSR1 save and return; Ctrl-C saves and then raises
   KeyboardInterrupt (`stop.listening`).
