@@ -154,7 +154,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         # checkpoint under a valid name. So Orbax renames into this directory,
         # and `_purge` deletes.
         todelete_subdir=_DELETED,
-        # Otherwise one damaged metadata file prevents opening the manager.
+        # Reads no metadata: one damaged file would prevent opening the manager.
         lightweight_initialize=True,
         async_options=ocp.AsyncOptions(
           post_finalization_callback=self._write_manifest
@@ -233,7 +233,7 @@ class Checkpointer(contextlib.AbstractContextManager):
       lambda saved: saved.load(abstract_state, check, iterator, whole=True),
     )
     if unusable:
-      # Only now, since all stay in place if no checkpoint is usable.
+      # Rename only now: if no checkpoint is usable, all stay in place.
       if jax.process_index() == 0:
         for step in unusable:
           _move_aside(self._directory / str(step))

@@ -119,8 +119,8 @@ class Lock:
       'pid': os.getpid(),
       'host': socket.gethostname(),
       'time': now.isoformat(timespec='seconds'),
-      # None without the `flock`: a contender that got the `flock` would take an
-      # owner on the same machine for dead.
+      # Write None without the `flock`: on the same machine, a contender that
+      # got the `flock` would take this owner for dead.
       'machine': self._machine if self._alone else None,
       'id': uuid.uuid4().hex,
     }

@@ -164,7 +164,7 @@ class MetricWriter(contextlib.AbstractContextManager):
         self._tensorboard.close()
     if self._wandb is not None:
       self._wandb.finish()
-    if self._file is not None:  # Last, since it raises if the disk is full.
+    if self._file is not None:  # Close it last: a full disk raises here.
       self._file.close()
     self._file = self._tensorboard = self._wandb = None
 

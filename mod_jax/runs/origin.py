@@ -51,7 +51,7 @@ def check_config(
   text = json.dumps(saved.metadata[_CONFIG])
   saved_config = config_lib.from_json(type(config), text)
   if saved_config == config:
-    return  # Without reading the history, which may be long.
+    return  # Do not read the history, which may be long.
   refuse_differences(
     saved_config,
     config,

@@ -48,7 +48,7 @@ class TrainConfig:
         f'batch_size={self.batch_size} does not divide by'
         f' grad_accum_steps={self.grad_accum_steps}: change one of them.'
       )
-    # With epochs, num_steps is not set yet.
+    # `num_steps` is not known yet if `num_epochs` is given.
     of_steps = self.num_epochs is None
     if of_steps and self.capacity_warmup_steps >= self.num_steps:
       raise errors.UserError(

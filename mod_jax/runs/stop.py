@@ -71,7 +71,7 @@ def listening() -> Iterator[None]:
     yield
   finally:
     for number, handler in before.items():
-      # None is a handler that Python did not install.
+      # A handler is None if Python did not install it.
       signal.signal(number, signal.SIG_DFL if handler is None else handler)
     interrupted = _asked.interrupts > 0
     _asked.interrupts = 0
@@ -135,8 +135,8 @@ def _note(number, _):
     if _asked.interrupts >= _LAST_INTERRUPT:
       raise KeyboardInterrupt
     if _asked.interrupts == 1:
-      # Not `print`: the signal may have interrupted one, and streams are not
-      # reentrant.
+      # Do not `print`: the signal may have interrupted a `print`, and streams
+      # are not reentrant.
       with contextlib.suppress(OSError):
         os.write(2, _STOPPING)
   if _asked.hosts == 1:

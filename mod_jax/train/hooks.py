@@ -345,7 +345,7 @@ class Report(Hook):
       return
     stop_lib.check()
     texts = {}
-    if jax.process_count() == 1:  # With more, no host has all parameters.
+    if jax.process_count() == 1:  # Of several hosts, none has all parameters.
       samples = run.task.finish(state.eval_params, state.model_state)
       for i, text in enumerate(stop_lib.each(samples)):
         texts[f'{run.workdir}/sample_{i}.txt'] = text

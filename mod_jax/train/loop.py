@@ -48,7 +48,7 @@ class Result:
   steps: int
   finished: bool
   metrics: dict[str, float]
-  # Not in the repr: a notebook would print all arrays of a cell's last Result.
+  # Keep the arrays out of the repr: a notebook prints a cell's last Result.
   state: Any = dataclasses.field(repr=False)
 
 
