@@ -1,14 +1,14 @@
 """Conditional computation in transformers, in JAX and Flax.
 
-`load` gives a trained or pretrained model with its weights. What is here is
-imported when it is first asked for, so that `import mod_jax` costs nothing.
+`load` returns a trained or pretrained model with its weights. The public names
+are imported at their first use, so that `import mod_jax` takes no time.
 """
 
 import importlib
 
 __version__ = '0.1.0'
 
-# Where what people need is found.
+# The module of each public name.
 _PUBLIC = {
   'Run': 'mod_jax.pretrained.load',
   'compare': 'mod_jax.sweeps.compare',

@@ -1,4 +1,4 @@
-"""Common to all scripts: flags, and error messages for users."""
+"""Flags and error messages that all scripts share."""
 
 import contextlib
 import ctypes
@@ -86,7 +86,7 @@ _TRUST = flags.DEFINE_multi_string(
 # M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD of glibc's malloc.h: one heap for
 # all memory, no separate mappings, and the heap never shrinks.
 _MALLOPT = ((-8, 1), (-4, 0), (-1, -1))
-# Error messages of collectives when another host is gone.
+# Parts of the error messages of collectives after another host has ended.
 _LOST_HOST = re.compile(
   'Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|[Cc]oordination service|heartbeat'
 )
@@ -103,12 +103,13 @@ def start_backend():
   JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
   When a host dies, the others end with one sentence and a nonzero status: at
-  once if JAX notices the broken connection, else a few seconds after
-  --host_timeout.
+  once if JAX notices the broken connection, otherwise a few seconds after
+  --host_timeout has passed.
   """
   if _DISTRIBUTED.value:
     _join_hosts()
-  # If JAX_PLATFORMS names the CPU, JAX has not started its threads yet.
+  # `default_backend` starts the backends of JAX, so it is not called if
+  # JAX_PLATFORMS is set.
   if (jax.config.jax_platforms or jax.default_backend()) == 'cpu':
     keep_freed_memory()
 
@@ -116,8 +117,9 @@ def start_backend():
 def keep_freed_memory():
   """Stops glibc's malloc from returning freed memory to the system.
 
-  XLA allocates every result anew, and on a CPU would spend much of each step on
-  page faults. Call it before JAX starts its threads in its first computation.
+  XLA allocates every result anew, and on a CPU would otherwise spend much of
+  each step on page faults. Call it before JAX's first computation, which starts
+  threads.
   """
   if platform.libc_ver()[0] != 'glibc':
     return
@@ -160,11 +162,11 @@ def run(main, argv=None, *, positional=False):
   and status 130; training saves first. Any other exception is a bug and keeps
   its traceback.
 
-  If stdout or stderr is closed, as by `| head` or with a terminal, the program
+  If stdout or stderr is closed, by `| head` or with its terminal, the program
   goes on and writes all files; its further output is lost.
 
-  `argv` has the program's name first; `main` gets it and the positional
-  arguments, if these are allowed.
+  `argv` begins with the program's name. `main` gets that name and, if
+  `positional`, the positional arguments.
   """
 
   def prepared(rest):
@@ -180,7 +182,8 @@ def run(main, argv=None, *, positional=False):
   logging.set_verbosity(logging.WARNING)
   logging.get_absl_logger().addFilter(_is_no_error_of_orbax)
   python_logging.getLogger('asyncio').setLevel(python_logging.CRITICAL)
-  # Before stderr is wrapped, since absl replaces the handlers that write to it.
+  # Call this before stderr is wrapped: absl removes the other log handlers of
+  # stderr, and would not recognise them later.
   logging.use_absl_handler()
   with (
     contextlib.redirect_stdout(_Unbroken(sys.stdout)),
@@ -230,7 +233,7 @@ def _exit_with(sentence):
 
 
 def _refused_by_system(error) -> str | None:
-  """Returns a message for a system error and its remedy; None for others."""
+  """Returns a message with a remedy for a system error, None for others."""
   while error is not None:
     number = getattr(error, 'errno', None)
     if number is None and (match := _IN_TENSORSTORE.search(str(error))):
@@ -329,7 +332,7 @@ def load_config(file, cls, *, complete=True):
 
 
 def config_file(file) -> pathlib.Path:
-  """Returns the path that FILE.py[:variant] names, here or where installed."""
+  """Returns the path of FILE.py[:variant]: as given, or an installed config."""
   name = file.partition(':')[0]
   path = pathlib.Path(name)
   if path.is_file():

@@ -2,9 +2,9 @@
 
 A config is a frozen, keyword-only dataclass that is `Validated`, or whose
 `__post_init__` calls `validate(self)`. Its fields are bool, int, float, str,
-`Literal` choices, tuples of these, other such dataclasses, and `X | None` or
-wider unions of them. `Annotated` gives the `Range` of a number, as in the
-aliases below; conditions on several fields are checked in `__post_init__`.
+`Literal` choices, tuples of these, other such dataclasses, and unions of these
+and None. `Annotated` gives the `Range` of a number, as in the aliases below;
+conditions on several fields are checked in `__post_init__`.
 """
 
 import ast
@@ -47,7 +47,7 @@ _NO = object()  # What `_fit` returns for a value that is not allowed.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-  """Bounds of a number, named as the functions of `operator`."""
+  """Bounds of a number, each named after the comparison in `operator`."""
 
   gt: float | None = None
   ge: float | None = None
@@ -76,29 +76,30 @@ class Range:
     return f'in {opening}{low}, {high}{closing}'
 
 
-# Generous limits; products of a few fit in int64.
-Size = Annotated[int, Range(ge=1, le=2**20)]  # Of an array's axis.
+# The limits are generous, yet the product of three sizes fits in int64.
+Size = Annotated[int, Range(ge=1, le=2**20)]  # Length of an array's axis.
 Width = Annotated[int, Range(ge=1, le=2**17)]  # Features, before FFNs expand.
 Count = Annotated[int, Range(ge=0, le=10**9)]  # Such as steps; fits in int32.
 PositiveCount = Annotated[int, Range(ge=1, le=10**9)]
-# A number of blocks or the like, which are traced one by one; and an index.
+# `Unrolled` is a number of blocks, or of other parts that JAX traces one by
+# one; `Layer` is the index of a block.
 Unrolled = Annotated[int, Range(ge=1, le=1000)]
 Layer = Annotated[int, Range(ge=0, le=999)]
 Pixels = Annotated[int, Range(ge=1, le=2**14)]  # Along a side.
 Seed = Annotated[int, Range(ge=0, le=2**31 - 1)]
 Workers = Annotated[int, Range(ge=0, le=1024)]  # Threads or processes.
 Positive = Annotated[float, Range(gt=0)]
-Positives = tuple[Positive, Positive, Positive]  # Of three channels.
-Factor = Annotated[float, Range(gt=0, le=1000)]  # On activations.
-Weight = Annotated[float, Range(ge=0, le=10**6)]  # Of a loss.
-Fraction = Annotated[float, Range(gt=0, le=1)]  # A part, not empty.
-Proper = Annotated[float, Range(gt=0, lt=1)]  # A part, not the whole.
+Positives = tuple[Positive, Positive, Positive]  # One for each channel.
+Factor = Annotated[float, Range(gt=0, le=1000)]  # Multiplies activations.
+Weight = Annotated[float, Range(ge=0, le=10**6)]  # Multiplies a loss.
+Fraction = Annotated[float, Range(gt=0, le=1)]
+Proper = Annotated[float, Range(gt=0, lt=1)]  # Fraction that is not all.
 Probability = Annotated[float, Range(ge=0, le=1)]
 BelowOne = Annotated[float, Range(ge=0, lt=1)]
-# The decay of a moving average. Larger ones may round to 1 in float32, and then
-# the average never moves.
+# Decay of a moving average. A larger decay may round to 1 in float32, and the
+# average would then never change.
 Decay = Annotated[float, Range(ge=0, le=0.999999)]
-# Added to a divisor; its square root and inverse are finite.
+# Added to a divisor; large enough for a finite inverse in float32.
 Epsilon = Annotated[float, Range(ge=1e-30)]
 Temperature = Annotated[float, Range(ge=1e-4, le=1e4)]  # Divides logits.
 # A part of a run: a number of steps, or a fraction of all steps.
@@ -106,7 +107,7 @@ Steps = Count | Proper
 
 
 def steps_of(part, num_steps):
-  """Converts `Steps` to a number of steps; a fraction never gives all."""
+  """Returns `Steps` as a number; a fraction gives at most `num_steps - 1`."""
   if isinstance(part, int):
     return part
   return min(round(part * num_steps), num_steps - 1)
@@ -115,7 +116,7 @@ def steps_of(part, num_steps):
 def nearest(name, choices, part=str):
   """Returns ` Did you mean 'x'?` for the closest choice, or an empty string.
 
-  `part` gives what is compared, such as the last part of a path.
+  `part` maps a name to the text to compare, such as the last part of a path.
   """
   lowered = {part(choice).lower(): str(choice) for choice in choices}
   match = difflib.get_close_matches(part(name).lower(), lowered, n=1)
@@ -123,7 +124,7 @@ def nearest(name, choices, part=str):
 
 
 def choose(name, table, what='variant'):
-  """Returns `table[name]`; a UserError calls an unknown name a `what`."""
+  """Returns `table[name]`; raises UserError `unknown {what} {name}: …`."""
   if name in table:
     return table[name]
   names = ', '.join(map(repr, table))
@@ -149,8 +150,8 @@ def _members(hint):
 def classes_of(hint):
   """Returns the dataclasses that an annotation allows, by their names in JSON.
 
-  An abstract one stands for all its subclasses that are imported; those of
-  other packages are named with their module.
+  An abstract class stands for all of its concrete subclasses that are imported.
+  The names of classes of other packages include the module.
   """
   classes = {}
   for member in filter(dataclasses.is_dataclass, _members(hint)):
@@ -172,7 +173,7 @@ def _concrete(cls):
 
 
 def _is_tagged(hint):
-  """Whether a saved config has to say which class the value is of."""
+  """Returns whether a saved config must name the class of a value."""
   return len(classes_of(hint)) > 1 or any(
     map(inspect.isabstract, _members(hint))
   )
@@ -199,7 +200,7 @@ def describe(hint, plural=False):
 
 
 def _elements(hint, value):
-  """Returns the annotations of a tuple's elements; () if too few or many."""
+  """Returns the annotations of a tuple's elements; () if the length differs."""
   args = typing.get_args(hint)
   if args[-1] is Ellipsis:
     return args[:1] * len(value)
@@ -216,10 +217,10 @@ def _fits_float32(number):
 
 
 def _fit(value, hint):
-  """Returns a value as its field holds it, or `_NO` if it is not allowed.
+  """Returns a value in the type of its field, or `_NO` if it is not allowed.
 
-  An integer becomes a float where that is declared, so that equal configs give
-  equal JSON. A bool is no integer.
+  An integer becomes a float if the field is a float, so that equal configs give
+  equal JSON. A bool does not count as an integer.
   """
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
@@ -251,7 +252,7 @@ def _fit(value, hint):
 def _fitted(path, value, hint, shown=None):
   """Returns `_fit` of a field's value; raises UserError if it is not allowed.
 
-  `shown` is the value as the user wrote it.
+  Messages show the value as `shown`, the user's text; None shows its `repr`.
   """
   fitted = _fit(value, hint)
   if fitted is not _NO:
@@ -280,8 +281,8 @@ def _fitted(path, value, hint, shown=None):
 def validate(instance):
   """Checks every field of a dataclass instance against its annotation.
 
-  Call it first in `__post_init__`. It returns `check` for conditions on several
-  fields, to be called as `check(self.a < self.b, 'a < b', 'a', 'b')`.
+  Call it first in `__post_init__`. Returns a function that checks conditions on
+  several fields: `check(self.a < self.b, 'a < b', 'a', 'b')`.
   """
   cls = type(instance)
   for name, hint in annotations(cls).items():
@@ -290,23 +291,23 @@ def validate(instance):
 
 
 class Validated:
-  """Base of dataclasses whose fields are checked one by one."""
+  """Base of dataclasses that check each field against its annotation."""
 
   def __post_init__(self):
     validate(self)
 
 
 def check(instance, condition, expected, *names):
-  """Raises UserError, with the named fields, unless a condition holds."""
+  """Raises UserError, which shows the named fields, if a condition is false."""
   values = {name: getattr(instance, name) for name in names}
   require(condition, expected, **values)
 
 
 def trust(modules):
-  """Imports modules, whose classes saved configs may then name.
+  """Imports modules, so that saved configs may name their classes.
 
-  Reading a config imports nothing, since its author could name any module and
-  so run code; the modules of its classes must be imported before.
+  Reading a config imports nothing: otherwise its author could name any module
+  and so run its code. So the modules of its classes must be imported before.
   """
   for name in modules:
     try:
@@ -319,7 +320,7 @@ def trust(modules):
 
 
 def to_json(instance):
-  """Returns a dataclass instance as indented JSON, in order of declaration."""
+  """Returns a dataclass instance as indented JSON, fields in declared order."""
   return json.dumps(_encode(instance, type(instance)), indent=2) + '\n'
 
 
@@ -360,16 +361,16 @@ def _tuples(value):
 
 
 def _holds_groups(value) -> bool:
-  """Whether a value is a tuple with the fields of a dataclass in it."""
+  """Returns whether a value is a tuple with mappings, of dataclasses, in it."""
   return isinstance(value, tuple) and any(
     isinstance(element, Mapping) for element in value
   )
 
 
 def _decode(value, hint, path, shown=None):
-  """Inverts `_encode`; raises UserError for what the annotation forbids.
+  """Inverts `_encode`; raises UserError if the annotation forbids the value.
 
-  `shown` is the value as the user wrote it.
+  Messages show the value as `shown`, as in `_fitted`.
   """
   if isinstance(value, Mapping) and classes_of(hint):
     return _decode_dataclass(value, hint, path)
@@ -387,8 +388,8 @@ def _decode(value, hint, path, shown=None):
 
 
 def _decode_dataclass(fields, hint, path):
-  # Without a name it is the first class, so that a field can become a union
-  # without breaking saved configs.
+  # A mapping without `type` is of the first class: where a field has become a
+  # union, configs that were saved before can still be read.
   classes, fields = classes_of(hint), dict(fields)
   tag = next(iter(classes))
   if _TYPE_KEY in fields and _is_tagged(hint):
@@ -426,10 +427,10 @@ def _known_tag(tag, classes, path):
 def from_dict(cls, mapping):
   """Returns an instance of dataclass `cls` with the values of a mapping.
 
-  Absent fields take the default of their dataclass. Lists are accepted for
-  tuples, integers for floats, and mappings for dataclasses. A field that may
-  hold one of several dataclasses has a key `type`, the class name. UserErrors
-  name the dotted path.
+  Absent fields take their defaults. Lists are accepted for tuples, integers for
+  floats, and mappings for dataclasses. Where one of several dataclasses is
+  allowed, the mapping has a key `type`, the name of the class. UserErrors name
+  the dotted path of the field.
   """
   if not isinstance(mapping, Mapping):
     raise UserError(
@@ -443,9 +444,9 @@ def from_dict(cls, mapping):
 
 
 def from_known(cls, mapping, where):
-  """Returns an instance of `cls` as `from_dict`; ignores unknown keys.
+  """Returns an instance of `cls` as `from_dict` does, but ignores unknown keys.
 
-  For files of other programs: `cls` declares the keys that are used, and
+  It reads files of other programs. `cls` declares the keys that are used, and
   messages begin with `where`, the name of the source.
   """
   with inside(where):
@@ -468,7 +469,7 @@ def from_json(cls, text):
 
 
 def read_literal(text):
-  """Returns the Python literal that a text is, lists as tuples; or the text."""
+  """Returns the value of a Python literal, lists as tuples, or the text."""
   try:
     value = ast.literal_eval(text)
     repr(value)  # Fails for hexadecimal integers too long to print.
@@ -478,14 +479,17 @@ def read_literal(text):
 
 
 def split(text, brackets, quotes=''):
-  """Splits a text at commas outside of brackets, such as `[{]}`, and quotes."""
+  """Splits a text at commas that are outside of brackets and quotes.
+
+  `brackets` has the opening ones, then the closing ones: `[{]}`.
+  """
   pairs = len(brackets) // 2
   opening, closing = brackets[:pairs], brackets[pairs:]
   parts, depth, quote = [''], 0, None
   for letter in text:
     if quote:
       quote = None if letter == quote else quote
-    elif letter in quotes and not parts[-1][-1:].isalnum():  # As in "dog's".
+    elif letter in quotes and not parts[-1][-1:].isalnum():  # Not "dog's".
       quote = letter
     else:
       depth += (letter in opening) - (letter in closing)
@@ -499,8 +503,9 @@ def split(text, brackets, quotes=''):
 def parse(text, hint):
   """Parses text from a command line as a value of a field.
 
-  Strings have no quotes, tuples may lack brackets, groups of fields are
-  `{'name': value}`. A value that is not allowed is left for others to refuse.
+  Strings are written without quotes, tuples with or without brackets, and
+  dataclasses as `{'name': value}`. A value that the field does not allow is
+  returned as well; `fit` refuses it.
   """
   text = text.strip()
   words = {'none': None, 'true': True, 'false': False}
@@ -515,10 +520,10 @@ def parse(text, hint):
 
 
 def fit(value, hint, path, shown=None):
-  """Returns a value of `parse` as its field holds it.
+  """Returns a value from `parse` in the type of its field.
 
-  A mapping becomes the group of fields that it names. Raises UserError for what
-  the annotation forbids; `path` and `shown` are what the user has written.
+  A mapping becomes a dataclass. Raises UserError if the annotation forbids the
+  value; the message shows `path` and `shown`, as the user wrote them.
   """
   if isinstance(value, dict) and _is_tagged(hint) and _TYPE_KEY not in value:
     names = describe(typing.Literal[tuple(classes_of(hint))])
@@ -560,7 +565,7 @@ def field(instance, path, where='', groups=types.MappingProxyType({})):
 
 
 def walk(instance, prefix=''):
-  """Yields dotted path, holder and annotation of all fields, at any depth."""
+  """Yields (dotted path, holder, annotation) of all fields, at any depth."""
   for name, hint in annotations(type(instance)).items():
     yield f'{prefix}{name}', instance, hint
     value = getattr(instance, name)
@@ -569,12 +574,12 @@ def walk(instance, prefix=''):
 
 
 def _meant(instance, group, name):
-  """Returns at most 3 paths that may be meant by an unknown field of a group.
+  """Returns the paths that may be meant by an unknown field of a group.
 
-  By the most similar name, or by its initials, such as `lr`: in the group, or
-  else wherever it is.
+  They have the most similar name, or initials such as `lr`. If no path in the
+  group has it, at most 3 paths of other groups are returned.
   """
-  paths = {}  # By name and by initials, outer ones first.
+  paths = {}  # By name and by its initials, paths of outer groups first.
   for path in sorted(
     (p for p, *_ in walk(instance)), key=lambda p: p.count('.')
   ):
@@ -591,9 +596,9 @@ def _meant(instance, group, name):
 def override(instance, texts, where='--config.'):
   """Returns a copy of a nested dataclass with fields parsed from texts.
 
-  `texts` are pairs of a dotted path, which messages begin with `where`, and the
-  text of its value. All fields are set at once, so that only the final
-  combination must be valid; whole groups first, and single fields in them.
+  `texts` are pairs of a dotted path and the text of its value; messages show
+  `where` before the path. All fields are set at once, so that only the final
+  combination must be valid. Whole groups are parsed before their single fields.
   """
 
   def outer_groups_first(pair):
@@ -610,10 +615,10 @@ def override(instance, texts, where='--config.'):
 def replace(instance, changes, where=''):
   """Returns a copy of a nested dataclass with some fields changed.
 
-  A class may say in a method `implied(changes)` which fields change with them.
+  A class may have a method `implied(changes)` that returns further changes.
 
   Args:
-    instance: of a dataclass; not modified.
+    instance: a dataclass instance; not modified.
     changes: values by dotted path, `{'model.num_layers': 2}`.
     where: path of the instance in messages.
   """
@@ -655,7 +660,7 @@ def _join(path, name):
 
 @contextlib.contextmanager
 def inside(where):
-  """Prefixes UserErrors with where a value stands, unless that is empty."""
+  """Prefixes the messages of UserErrors with `where`, unless it is empty."""
   try:
     yield
   except UserError as error:
@@ -665,7 +670,7 @@ def inside(where):
 def config_getter(variants):
   """Returns the `get_config` of a config file.
 
-  `variants` has the functions that build it, by name; '' is the default.
+  `variants` maps names to functions that return a config; '' is the default.
   """
   return lambda variant='': choose(variant, variants)()
 
@@ -676,15 +681,15 @@ def sibling(file, name):
 
 
 def load(path):
-  """Loads a config file as a module, without caching it."""
+  """Returns a config file as a module; executes it anew at each call."""
   path = pathlib.Path(path).resolve()
   spec = importlib.util.spec_from_file_location(f'{_CONFIG_FILE}{path}', path)
   if spec is None:
     raise UserError(f'{path} is no config file: expected Python, FILE.py.')
   module = importlib.util.module_from_spec(spec)
-  # Dataclasses and `inspect` look up the modules of classes in it.
+  # Dataclasses and `inspect` look up the modules of classes in `sys.modules`.
   sys.modules[spec.name] = module
-  # As for scripts, modules in its directory can be imported.
+  # The file can import modules from its directory, as a script can.
   sys.path.append(str(path.parent))
   try:
     spec.loader.exec_module(module)

@@ -15,7 +15,10 @@ from mod_jax import config as config_lib
 
 
 def page(file, config) -> str:
-  """Returns a config file's docstring, its variants, and a config's fields."""
+  """Returns the text about a config file: docstring, variants, and fields.
+
+  The fields are those of `config`.
+  """
   module = config_lib.load(file)
   variants = ', '.join(filter(None, getattr(module, 'VARIANTS', ())))
   parts = (
@@ -46,7 +49,8 @@ def listing(config) -> str:
 def meanings(cls: type) -> dict[str, str]:
   """Returns the documentation of each field of a dataclass, by name.
 
-  That of inherited fields comes from the base class, unless overridden.
+  An inherited field has the documentation of the base class, unless the class
+  overrides the field.
   """
   result = {}
   for name in config_lib.annotations(cls):

@@ -1,4 +1,4 @@
-"""The exception for errors of the user, not of the program, and checks."""
+"""`UserError`, the exception for invalid input, and checks that raise it."""
 
 from collections.abc import Collection
 import difflib
@@ -33,7 +33,7 @@ def require_pattern(pattern: str, where: str) -> None:
 def require_matches(
   patterns: Collection[str], names: Collection[str], expected: str, where: str
 ) -> None:
-  """Raises UserError for a pattern that matches none of the names whole."""
+  """Raises UserError if a pattern matches none of the names as a whole."""
   for pattern in patterns:
     near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
     require(

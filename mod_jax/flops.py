@@ -4,13 +4,14 @@ All models are counted alike: matrix products only, a multiply-add is 2 FLOPs.
 Causal query-key pairs are counted exactly, and routed blocks on the k tokens
 that they process. Training is three forward passes; frozen weights need less.
 
-`published_macs` counts as published tables of vision transformers do, which
-call it FLOPs: multiply-accumulates of the same products, and 5 for each element
-that a layer norm reads.
+`published_macs` counts as published tables of vision transformers do, though
+these call the result FLOPs: multiply-accumulates of the same products, and 5
+for each element that a layer norm reads.
 
-`config` is the config of a model; `length` is the tokens of a sequence, for
-language models, or the frames of a recording; of a language model that sees it
-is (tokens, pictures), or tokens with one picture.
+`config` is the config of a model. `length` is the number of tokens of a
+sequence for language models, and of frames of a recording for speech models.
+For models that read text and pictures it is (tokens, pictures), or the number
+of tokens with one picture. It is None for other models of pictures.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,7 +51,7 @@ def _table(config, length):
 
 
 def _train_table(config, length):
-  """Returns the table of a forward pass in training."""
+  """Returns the `flops_table` of a forward pass in training."""
   if isinstance(config, VLMConfig) and config.adaptive is None:
     return config.flops_table(*_arguments(config, length), train=True)
   table = _table(config, length)
@@ -68,11 +69,11 @@ def train(
 ) -> int:
   """Returns the FLOPs of a training step on one sequence: three forwards.
 
-  An early exit of a language model runs the head a second time, and a
-  DynamicViT with a learned score only masks patches in training, unless it has
-  adaptive modules, which are trained on those that are left. `frozen` says
-  by name which parameters have no gradient: then a product with one takes no
-  pass for it, and what comes before all trained parameters no backward pass.
+  An early exit of a language model runs the head a second time. A DynamicViT
+  with a learned score only masks patches in training and so processes all of
+  them, unless it has adaptive modules, which are trained on the kept patches.
+  `frozen(name)` is True for parameters without a gradient: products with them
+  save one of two backward passes, and rows before all trained parameters both.
   """
   if isinstance(config, DynamicViTConfig) and config.adaptive is None:
     config = config.masked
@@ -90,14 +91,15 @@ def _saved(config, length, frozen) -> int:
   table = [(row.split()[0], parts) for row, parts in table]
   starts = {row: config.row_prefixes(row) for row, _ in table}
   known = tuple(start for row in starts.values() for start in row)
-  # Gradients pass through a row of the table if it, or one before, is trained.
-  # Parameters of no row come before all.
+  # Gradients pass through a row of the table if parameters in it, or in a row
+  # before it, are trained. Parameters that are in no row come before all rows.
   before = any(not name.startswith(known) for name in trained)
   saved = 0
   for row, parts in table:
     trained_here = [name for name in trained if name.startswith(starts[row])]
     reached = before or bool(trained_here)
-    # What a head trains at an early exit is not before the blocks after it.
+    # The head at an early exit has a row before later blocks, but these blocks
+    # do not read its output.
     before = before if row == 'head' else reached
     if not reached:
       saved += 2 * products(parts)
@@ -107,23 +109,23 @@ def _saved(config, length, frozen) -> int:
     elif row != 'tower' and not any(
       re.search(_WEIGHTS, name) for name in trained_here
     ):
-      # Such a row is trained as a whole, or not at all. All of its products are
-      # with weights, unlike a tower's.
+      # No weight in this row has a gradient, and all products of rows other
+      # than blocks are with weights, except in a vision tower.
       saved += products(parts)
   return saved
 
 
-# The row of a block: what stands before all names of its stack, and its number.
+# Name of a block's row: the prefix of its stack's names, and the block number.
 _BLOCK = r'^(|.+/)block_(\d+)$'
-# Parameters that enter matrix products.
+# Parameters that are factors in matrix products.
 _WEIGHTS = r'(^|/)(kernel|embedding)$'
 
 
 def _weight_flops(config, length, row) -> dict[str, int]:
-  """Returns the FLOPs of products with a block's larger parameters, by name."""
+  """Returns the FLOPs of products with a block's matrices, by name."""
   inner, i = re.match(_BLOCK, row).groups()
   stack, i, before = config.stack, int(i), 0
-  if inner == 'decoder/':  # Of a `DETR`, whose encoder's blocks come before.
+  if inner == 'decoder/':  # In a DETR, the encoder's blocks are listed first.
     stack, before = config.decoder, len(stack.layers)
   prefix = row
   if stack.scan:
@@ -159,7 +161,7 @@ def num_params(config) -> int:
 def _arguments(config, length):
   if length is not None:
     return length if isinstance(length, tuple) else (length,)
-  # The config of a vision model has the size.
+  # Vision models need no length: their configs have the size of images.
   if isinstance(config, LMConfig | Wav2Vec2Config | VLMConfig):
     raise UserError(
       f'{type(config).__name__} without a length: the cost of this model'
@@ -173,9 +175,9 @@ def report(
   length: Length = None,
   frozen: Callable[[str], bool] | None = None,
 ) -> str:
-  """Returns a table of FLOPs per layer and in total, for people.
+  """Returns a table of FLOPs per layer and in total, as text to print.
 
-  `frozen` is that of `train`.
+  `frozen` is as in `train`.
   """
   args = _arguments(config, length)
   table = config.flops_table(*args)
@@ -198,7 +200,8 @@ def report(
     of_twin = products(dense.get(layer.split()[0], {}))
     rows.append(cells(layer, parts, of_twin))
   rows.append(cells('total', sums, dense_total))
-  # By how many the dense twin's block processes: in a decoder, queries.
+  # Keyed by the number of tokens that the same block of the dense twin
+  # processes: in a decoder, these are the queries.
   fewer = {}
   for i, (count, whole) in enumerate(
     zip(
@@ -243,7 +246,7 @@ def report(
 
 
 def _dense_twin(config, length: Length):
-  """Returns the dense twin, and its length: pictures may have more tokens."""
+  """Returns the dense twin and its length, in which pictures may be longer."""
   twin = config.dense_twin()
   if isinstance(config, VLMConfig):
     tokens, images = length if isinstance(length, tuple) else (length, 1)
@@ -253,7 +256,7 @@ def _dense_twin(config, length: Length):
 
 
 def _expert_lines(config, tokens: int) -> list[str]:
-  """Describes the experts' slots in a block that all tokens reach."""
+  """Returns lines about the experts' slots in a block that all tokens enter."""
   experts = config.experts
   if experts is None:
     return []

@@ -1,9 +1,10 @@
-"""Replaces the native stack dump by which JAX ends a process with a sentence.
+"""Replaces JAX's stack dump at the abort of a process by one sentence.
 
-When one of several hosts dies, JAX's coordination service aborts the others
-from its own thread, with a long stack dump. The process can neither prevent
-that nor print anything afterwards. So its stderr is piped through another, tiny
-process (this file, run as a script), which filters the dump.
+When one of several hosts dies, JAX's coordination service aborts the processes
+of the others from a native thread, with a long stack dump. A process can
+neither prevent that nor print anything afterwards. So its stderr is piped
+through a tiny second process (this file, run as a script), which filters the
+dump.
 """
 
 import os
@@ -19,7 +20,8 @@ _FIRST = re.compile(
   rb' (coordination_service\w*|preemption_sync_manager|client)\.(cc|h):'
 )
 _END = b'Terminating process because the JAX distributed service detected'
-_PATIENCE = 5.0  # Seconds after which such a line was not the start of a dump.
+# Seconds without output after which such a line did not begin a dump.
+_PATIENCE = 5.0
 
 
 def replace(sentence: str) -> None:
@@ -70,5 +72,5 @@ def _write(data):
 
 if __name__ == '__main__':
   for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-    signal.signal(_number, signal.SIG_IGN)  # It ends with its stdin.
+    signal.signal(_number, signal.SIG_IGN)  # The filter ends with its stdin.
   _pass_on(sys.argv[1])

@@ -4,9 +4,9 @@
   python -m mod_jax.lm_eval --model=FOLDER --tasks=my_task --include_path=tasks
 
 --model is a run, an exported folder, or a folder of Hugging Face. A routed
-model is scored under a causal rule, since top-k would see the answers; --rule
-chooses it. The harness is not installed with mod_jax: pip install
-'mod_jax[lm_eval]'.
+model is scored under a causal rule, which --rule chooses: the choice by top-k
+would depend on later tokens, and so on the answers. The harness is not
+installed with mod_jax: pip install 'mod_jax[lm_eval]'.
 """
 
 import itertools
@@ -32,9 +32,11 @@ from mod_jax.serving.engine import Engine
 class ModJax(lm_eval.api.model.TemplateLM):
   """A language model of mod_jax, with the interface of the harness.
 
-  By default `rule`, the causal rule of routing, is the first that was trained,
-  and `max_length`, of a text, the run's `default_length`. So many texts as
-  `batch_size` says are scored, or continued, at a time.
+  Args:
+    run: the model, with its weights and tokenizer.
+    rule: the causal rule of routing; None for the first that was trained.
+    batch_size: number of texts that are scored, or continued, at a time.
+    max_length: most tokens of a text; None for the run's `default_length`.
   """
 
   def __init__(
@@ -65,7 +67,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
-    """The token before a text without context: its begin token, or an end."""
+    """The token before a text without context: begin-of-text, or else end."""
     begin = self.tokenizer.bos_id
     return self.eot_token_id if begin is None else begin
 
@@ -166,14 +168,14 @@ class ModJax(lm_eval.api.model.TemplateLM):
     return totals
 
   def generate_until(self, requests, disable_tqdm=False):
-    """Returns continuations of texts, up to the first of some stop strings."""
+    """Returns the continuation of each text, up to its first stop string."""
     del disable_tqdm
     generated = {}
     for seed, request in enumerate(requests):
       context, gen_kwargs = request.args
       settings = lm_eval.models.utils.normalize_gen_kwargs(gen_kwargs)
       tokens = self.tok_encode(context) or [self.prefix_token_id]
-      # New tokens may take half of the length, more after a short context.
+      # New tokens may take half of the length, or more if the context is short.
       room = max(self.max_length - len(tokens), self.max_length // 2, 1)
       num_new = min(settings['max_gen_toks'], room)
       self._warn_if_cut(len(tokens) + settings['max_gen_toks'])
@@ -185,7 +187,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
         top_p=settings.get('top_p') or 1.0,
         top_k=settings.get('top_k') or 0,
         stop=[text for text in settings['until'] if text],
-        seed=seed,  # Tasks that repeat a request want other samples.
+        seed=seed,  # Repeated requests must get different samples.
       )
       generated[id] = ''
     for event in self._engine.run():

@@ -1,7 +1,7 @@
 """The optimiser, its learning rate over a run, and rules for parameters.
 
 Parameters are selected by name, such as `block_0/mlp/up/kernel`. `scale_of`
-decides the factor on the learning rate of each, and its first step.
+returns a parameter's factor on the learning rate and its first step.
 """
 
 from collections.abc import Iterable
@@ -18,11 +18,12 @@ from mod_jax import config as config_lib
 from mod_jax import errors, trees
 
 _BLOCK = re.compile(r'(?:^|/)block_(\d+)(?:/|$)')
-# Parameters before the blocks; others without a number come after them.
+# Names of parameters before the blocks. Other parameters without a block's
+# number come after the blocks.
 _STEM = re.compile(
   r'(?:^|/)(?:patch|position|(?:class|distillation)_token|embedding|stem'
   r'|input_norm/'
-  # Those of a recogniser of speech.
+  # Names in a speech recogniser.
   r'|conv_(?:norm_)?\d+/|feature_norm/|project/|mask_embedding)'
 )
 # Parameters with weight decay: matrices, including those of learners and hidden
@@ -36,30 +37,30 @@ _STACKED = re.compile(r'(?:^|/)layers/block_\d+/')
 class OptimizerConfig:
   """The optimiser, its learning rate, and which parameters are trained.
 
-  `rules` are triples of a regular expression that is searched for in a
-  parameter's name, a factor on its learning rate, and the first step, counted
-  from 0, at which it trains, or the fraction of all steps before that. The
-  first matching rule applies; if there are rules, every parameter must match
-  one (`check_rules`). A factor of 0 freezes permanently; a frozen parameter
-  does not change at all, not even by weight decay.
+  `rules` are triples: a regular expression that is searched for in a
+  parameter's name, a factor on the parameter's learning rate, and the first
+  step, counted from 0, at which it is trained, or the fraction of all steps
+  before that step. The first matching rule applies; if there are rules, every
+  parameter must match one (`check_rules`). A factor of 0 freezes permanently; a
+  frozen parameter does not change at all, not even by weight decay.
   """
 
   kind: Literal['adamw', 'sgd'] = 'adamw'  # The algorithm.
   learning_rate: config_lib.Positive = 3e-3  # Peak, after the warm-up.
-  # The rate rises linearly from 0 over this many steps, or a fraction of all.
+  # The rate rises linearly from 0 over this many or this fraction of all steps.
   warmup_steps: config_lib.Steps = 100
   # Learning rate after the last step, as a fraction of the peak.
   final_fraction: config_lib.Probability = 0.1
-  # Applies to kernels and embeddings, but not to those of routers.
+  # Applies to kernels and embeddings, except those of routers.
   weight_decay: config_lib.Weight = 0.1
   momentum: config_lib.Decay = 0.9  # For SGD only.
   beta1: config_lib.Decay = 0.9  # AdamW's decay of the mean gradient.
   beta2: config_lib.Decay = 0.95  # AdamW's decay of the mean square.
-  epsilon: config_lib.Epsilon = 1e-8  # AdamW's, added to its divisor.
-  # Of AdamW's mean gradients, or of SGD's momentum. The mean squares stay
-  # float32: bfloat16 rounds away what a step changes in them.
+  epsilon: config_lib.Epsilon = 1e-8  # AdamW adds it to its divisor.
+  # Type of AdamW's mean gradients, or of SGD's momentum. AdamW's mean squares
+  # stay float32, since bfloat16 would round away the small changes of a step.
   mu_dtype: Literal['float32', 'bfloat16'] = 'float32'
-  clip_norm: config_lib.Weight = 1.0  # Global norm; 0 = no clipping.
+  clip_norm: config_lib.Weight = 1.0  # Largest global norm; 0 = no clipping.
   # (regular expression, factor on the rate, first step) for parameters.
   rules: tuple[tuple[str, config_lib.Weight, config_lib.Steps], ...] = ()
   # Factor on the learning rate per block of distance from the head; 1 = none.
@@ -73,7 +74,7 @@ class OptimizerConfig:
 
   @property
   def switches(self) -> dict[str, bool]:
-    """Returns, by field, whether it adds a part to the optimiser's state."""
+    """Returns, by field, whether the field adds to the optimiser's state."""
     return {
       'optimizer.clip_norm': self.clip_norm > 0,
       'optimizer.layer_decay': bool(self.rules) or self.layer_decay != 1,
@@ -109,7 +110,7 @@ def make_optimizer(
   AdamW decouples its weight decay from the gradient (Loshchilov & Hutter 2019).
   SGD adds it to the gradient, and its momentum is not Nesterov's. Parameters
   with a later first step accumulate moments until then, which avoids large
-  first updates. Permanently frozen ones do not count in the clipped norm.
+  first updates. The norm to clip excludes permanently frozen parameters.
 
   Raises:
     UserError: the warm-up, or a rule's first step, lies beyond the run's end.
@@ -126,7 +127,8 @@ def make_optimizer(
         f' run of {num_steps} steps: start earlier, or freeze it for ever by a'
         ' factor of 0.'
       )
-  # Checkpoints identify the optimiser's arrays by their index in this list.
+  # Checkpoints identify the optimiser's arrays by the index of their step in
+  # this list, so another order makes old checkpoints unreadable.
   steps = []
   if any(factor == 0 for _, factor, _ in rules):
     steps.append(
@@ -140,8 +142,8 @@ def make_optimizer(
   switches = config.switches
   if switches['optimizer.clip_norm']:
     clip = optax.clip_by_global_norm(config.clip_norm)
-    # Predictors are clipped apart: they must not affect the language model, and
-    # in a common norm their gradients would scale the others.
+    # Clip predictors separately: they must not affect the language model, and
+    # in a common norm their gradients would scale the model's gradients.
     steps += [
       optax.masked(clip, lambda tree: _where(tree, lambda n: not _predicts(n))),
       optax.masked(clip, lambda tree: _where(tree, _predicts)),
@@ -159,7 +161,7 @@ def make_optimizer(
     steps += [decay, trace]
   steps.append(optax.scale_by_learning_rate(schedule(config, num_steps)))
   if switches['optimizer.layer_decay']:
-    # Last, so that a factor of 0 also stops weight decay.
+    # This step comes last, so that a factor of 0 also stops weight decay.
     steps.append(_scale_by_name(config))
   return optax.chain(*steps)
 
@@ -196,13 +198,13 @@ def scale_of(
 
 
 def freezes(config: OptimizerConfig, name: str) -> bool:
-  """Returns whether the rules freeze a parameter for ever."""
+  """Returns whether the rules freeze a parameter permanently."""
   index = _first_rule(config, name)
   return index is not None and config.rules[index][1] == 0
 
 
 def split(config: OptimizerConfig, params) -> tuple[Any, Any]:
-  """Returns the parameters that are trained, and those frozen for ever.
+  """Returns the trained and the permanently frozen parameters.
 
   Both are nested dictionaries, as `params`; `trees.join` is the inverse.
   """
@@ -217,8 +219,8 @@ def check_rules(config: OptimizerConfig, params) -> None:
 
   Raises:
     UserError: a parameter matches no rule, a rule matches no parameter, the
-      rules freeze all parameters, or `layer_decay` is set for a model whose
-      blocks have no numbers, or of which several have the same.
+      rules freeze all parameters, or `layer_decay` is set for a model without
+      numbered blocks or with several blocks of the same number.
   """
   names = _names(params)
   if config.layer_decay != 1:
@@ -301,7 +303,7 @@ def _names(tree) -> list[str]:
 
 
 def _scales(config, tree):
-  """Returns the tree with each parameter's `Scale`; raises as `check_rules`."""
+  """Returns a tree of each parameter's `Scale`; raises as `check_rules`."""
   num_blocks = _num_blocks(_names(tree))
 
   def one(path, _):
@@ -331,7 +333,7 @@ def _scale_by_name(config) -> optax.GradientTransformation:
       if not scale.factor:
         return jnp.zeros_like(update)
       if scale.first_step:
-        # Not a product: 0 times NaN or infinity is NaN.
+        # `where` instead of a product, since 0 times NaN or infinity is NaN.
         trains = state.count >= scale.first_step
         update = jnp.where(trains, update, 0)
       return update if scale.factor == 1 else scale.factor * update
@@ -343,7 +345,7 @@ def _scale_by_name(config) -> optax.GradientTransformation:
 
 
 def _where(tree, predicate):
-  """Returns the predicate of the names along each leaf's path, as a tree."""
+  """Returns a tree of the predicate of the names along each leaf's path."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: predicate(_name(path).split('/')), tree
   )
@@ -354,5 +356,5 @@ def _predicts(names) -> bool:
 
 
 def is_matrix(names) -> bool:
-  """Whether names along a path lead to a matrix, other than of a router."""
+  """Returns whether the names of a path lead to a matrix outside of routers."""
   return names[-1] in _MATRICES and 'router' not in names

@@ -20,11 +20,11 @@ from mod_jax.errors import UserError
 
 MESH_AXES = ('data', 'fsdp', 'expert', 'tensor')
 
-# Logical name -> mesh axes. Other names are errors.
+# Logical name -> mesh axes. Names that are not listed are errors.
 RULES = {
   # Activations.
   'batch': ('data', 'fsdp', 'expert'),
-  # Rows, where the axis `expert` splits the experts instead.
+  # Rows of arrays that the mesh axis `expert` splits along their experts.
   'expert_batch': ('data', 'fsdp'),
   'length': (),
   'act_embed': (),
@@ -44,7 +44,8 @@ RULES = {
   'replicated': (),
 }
 
-# Names of axes over rows. An initialisation has one row, which cannot be split.
+# Logical axes over rows. At initialisation there is one row, which cannot be
+# split.
 _BATCHES = ('batch', 'expert_batch')
 
 _Devices = Annotated[int, config_lib.Range(ge=-1, le=2**20)]
@@ -52,7 +53,7 @@ _Devices = Annotated[int, config_lib.Range(ge=-1, le=2**20)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """Number of devices along each mesh axis; one may be -1, for the rest."""
+  """Number of devices along each mesh axis; -1, once, for all that remain."""
 
   # Replicas of the parameters, each with a part of the batch.
   data: _Devices = -1
@@ -104,7 +105,7 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
     grid = mesh_utils.create_device_mesh(
       (data, *others),
       devices,
-      # Such as an axis of 8 in a cube of 4 x 4 x 4 chips.
+      # Allow for example an axis of 8 devices in a cube of 4 x 4 x 4 chips.
       allow_split_physical_axes=True,
     )
   elif data % slices:
@@ -136,9 +137,9 @@ def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:
   """Adapts the mesh of a config to a number of devices.
 
   If `data` is -1, `tensor` is doubled until the other axes divide the rows, and
-  `fsdp` is reduced to a divisor of the remaining devices; `rows` are those of a
-  batch, or of a microbatch if there are several. The result need not be valid:
-  `make_mesh`, `check_batch` and `shardings` check that.
+  `fsdp` is reduced to a divisor of the remaining devices. `rows` is the size of
+  a batch, or of a microbatch if there are several. The result may be invalid:
+  `make_mesh`, `check_batch` and `shardings` check it.
   """
   if config.data != -1 or min(config._sizes[1:]) < 1:
     return config
@@ -176,11 +177,12 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def per_device(function, inputs, outputs):
   """Returns a function that runs on each device's part of its arrays.
 
-  For kernels, which XLA cannot partition: it would gather all arrays. Without a
-  mesh, or on one device, it is `function` itself. If the batch does not divide
-  over the devices, as at initialisation, each device processes all of it; if
-  another axis does not divide, which `shardings` refuses for parameters, the
-  function is left to the compiler.
+  This is for kernels, which XLA cannot partition: it would gather all arrays.
+  Without a mesh, or on one device, the result is `function` itself. If the
+  batch does not divide over the devices, as at initialisation, each device
+  processes the whole batch. If another axis does not divide, `function` takes
+  the global arrays and is left to the compiler; `shardings` refuses parameters
+  with such axes.
 
   Args:
     function: takes arrays, or None for absent ones; returns a tuple. Its sums
@@ -265,7 +267,7 @@ def shardings(boxed, mesh: jax.sharding.Mesh):
   """Returns a tree with a NamedSharding in place of each array.
 
   `boxed` is what `jax.eval_shape(model.init, …)` returns: the boxes of
-  `nn.with_logical_partitioning` name the axes. Leaves without one are
+  `nn.with_logical_partitioning` name the axes. Leaves without a box are
   replicated.
   """
 
@@ -313,8 +315,8 @@ def check_batch(batch_size: int, mesh: jax.sharding.Mesh, what: str) -> None:
 def place(x, sharding: NamedSharding, dtype=None) -> jax.Array:
   """Shards an array of which every host has a complete copy.
 
-  Each host only places the parts of its own devices. An array that is sharded
-  so already is returned as it is.
+  Each host only places the parts of its own devices. An array that already has
+  the sharding is returned as it is.
   """
   if isinstance(x, jax.Array) and x.sharding == sharding:
     return x
@@ -330,10 +332,10 @@ def first_says(answer: bool) -> bool:
 
 
 def whole(x) -> jax.Array | np.ndarray:
-  """Returns an array that no host lacks a part of; all must call this."""
+  """Returns the complete array on each host; all hosts must call this."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return multihost_utils.process_allgather(x, tiled=True)
-  # Reads the arrays of a teacher, which may be `convert.arrays.Lazy`.
+  # A teacher's array may be a `convert.arrays.Lazy`, which `asarray` reads.
   return x if isinstance(x, jax.Array) else np.asarray(x)
 
 

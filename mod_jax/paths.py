@@ -22,7 +22,7 @@ import fsspec
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
 
-# The innermost braces with a comma in them.
+# Innermost braces that have a comma in them.
 _BRACES = re.compile(r'\{([^{}]*,[^{}]*)\}')
 # `**`, or several in a row, which match any number of directories.
 _CROSSING = re.compile(r'(?:\A|(?<=/))(?:\*\*/+)*\*\*(?:/+|\Z)')
@@ -58,7 +58,7 @@ def absolute(path) -> epath.Path:
 
 
 def missing(path, field='') -> UserError:
-  """Returns the error for a path of weights, in a config field, if any."""
+  """Returns the error for a missing path, which a config field may hold."""
   name, folder = os.fspath(path), expand(path)
   parent_exists = folder.parent.is_dir()
   siblings = folder.parent.iterdir() if parent_exists else ()
@@ -111,8 +111,8 @@ def is_glob(path: str) -> bool:
 def glob(pattern: str) -> list[str]:
   """Returns the paths that a glob matches, without duplicates, in no order.
 
-  As `glob.glob`, but `**` crosses directories, visiting each once even if links
-  form cycles; and `{jpg,png}` matches either, as in a shell.
+  It works as `glob.glob`, except that `**` crosses directories, visiting each
+  once even if links form cycles, and `{jpg,png}` matches either, as in a shell.
   """
   pattern = os.path.expanduser(pattern)
   if matches := _crossing_glob(pattern):
@@ -140,7 +140,7 @@ def _crossing_glob(pattern: str) -> list[str]:
 
 
 def _folders(top: str) -> Iterator[str]:
-  """Yields a folder and all below it that are not hidden, each with its `/`."""
+  """Yields a folder and the visible folders below it, each ending with `/`."""
   real = pathlib.Path(os.path.realpath(top))
   for folder, _ in walk(top or os.curdir, {real, *real.parents}):
     yield os.path.join(folder, '') if top else f'{folder}/'[2:]
@@ -153,9 +153,9 @@ def walk(
 ) -> Iterator[tuple[str, list[str]]]:
   """Yields folders and the names of their files, hidden folders left out.
 
-  Links are followed, and each folder is entered once, however many lead to it:
-  none whose real path is in `seen`, to which those that are visited are added.
-  `repeated` is called with the path and the real path of each that is left out.
+  Links are followed, but each folder is entered only once: folders whose real
+  path is in `seen` are left out, and the real paths of entered folders are
+  added to it. `repeated(path, real_path)` is called for folders left out so.
   """
   for folder, inner, files in os.walk(top, followlinks=True):
     children = sorted(name for name in inner if not name.startswith('.'))
@@ -172,7 +172,7 @@ def walk(
 
 
 def read_object(path) -> dict[str, Any]:
-  """Returns the object in a JSON file; {} if it is missing or holds none."""
+  """Returns the object in a JSON file; {} if there is no file or no object."""
   fields = {}
   with contextlib.suppress(OSError, ValueError, RecursionError):
     fields = json.loads(expand(path).read_text('utf-8'))
@@ -198,8 +198,8 @@ def replacing(path):
   """
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
-  # In the same directory, so that a rename replaces the file. Unlike tempfile,
-  # `open` sets permissions by the umask.
+  # The partial file is in the same directory, so that a rename replaces the
+  # final one. Unlike tempfile, `open` sets permissions by the umask.
   partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.tmp')
   try:
     with open(partial, 'wb') as file:

@@ -24,9 +24,9 @@ def of(device: jax.Device, dtype: str = 'bfloat16') -> float | None:
   """Returns the peak FLOP/s of a device, or None if unknown.
 
   Args:
-    device: of any kind.
-    dtype: of the factors of matrix products. JAX rounds float32 factors to
-      bfloat16 on TPUs, and to TF32 on GPUs, at half the speed.
+    device: any device.
+    dtype: type of the factors of matrix products. JAX rounds float32 factors to
+      bfloat16 on TPUs, and to TF32, at half the speed, on GPUs.
   """
   for pattern, peak in BFLOAT16.items():
     if re.fullmatch(pattern, device.device_kind):

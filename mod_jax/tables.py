@@ -14,7 +14,7 @@ def csv_text(rows: Iterable[Iterable]) -> str:
 
 
 def csv_of(records: Sequence[Mapping]) -> str:
-  """Returns records with the same keys as such a file, the keys on top."""
+  """Returns records as CSV, with their keys, the same in all, as the header."""
   return csv_text([records[0], *(record.values() for record in records)])
 
 

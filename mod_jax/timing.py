@@ -18,16 +18,16 @@ def interleaved(
   """Times functions in turn, so that a slow phase affects all alike.
 
   Args:
-    functions: by name; each is called without arguments, and does its work
-      before it returns or returns arrays, which are waited for.
-    rounds: timed turns of each.
-    warmup: untimed calls of each before these.
-    queued: calls of a turn, of which only the last is waited for. A device that
-      has the next calls in its queue does not wait for the host, as in a loop
-      of training steps.
+    functions: functions without arguments, by name. If one returns arrays, its
+      time ends when they are computed.
+    rounds: number of timed turns of each function.
+    warmup: number of untimed calls of each function before its timed turns.
+    queued: number of calls in a turn, of which only the last is waited for. A
+      device with further calls in its queue does not wait for the host, as in a
+      loop of training steps.
 
   Returns:
-    Seconds of a call in every turn, by name.
+    Seconds per call in every turn, by name.
   """
   for function in functions.values():
     for _ in range(warmup):
@@ -46,7 +46,7 @@ def interleaved(
 
 
 def queue_length() -> int:
-  """Returns how many calls to queue: 1 on CPUs, where calls hardly wait."""
+  """Returns a value for `queued`: 1 on CPUs, which hardly wait for the host."""
   return 1 if jax.default_backend() == 'cpu' else 10
 
 
@@ -58,7 +58,7 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
 def ratio_spread(
   seconds: Mapping[str, list[float]], above: str, below: str
 ) -> tuple[float, float, float]:
-  """Returns the median of the rounds' ratios, and their quartiles."""
+  """Returns median, lower and upper quartile of the rounds' above / below."""
   ratios = np.divide(seconds[above], seconds[below])
   low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
   return middle, low, high

@@ -1,4 +1,4 @@
-"""Parameters by name, and their replacement by those of another source."""
+"""Parameters by name, and their replacement by the parameters of a source."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import itertools
@@ -52,13 +52,13 @@ def merge(
   dropped: Sequence[str] = (),
   describe: str = 'the source',
 ):
-  """Returns `fresh` with the values of `source` for the names that it has.
+  """Returns `fresh` with the source's values of all names that the source has.
 
   Args:
     fresh: nested dictionary of initialised parameters. Leaves that the source
       replaces may be `jax.ShapeDtypeStruct`s.
     source: nested dictionary of parameters with the same names; values are cast
-      to the dtype of the fresh ones.
+      to the dtype of the fresh parameters.
     new: regular expressions of paths, matched whole, that may be missing from
       the source, and then keep their values.
     dropped: regular expressions of paths, matched whole, that only the source
@@ -76,7 +76,7 @@ def merge(
   merged = {}
   for path, leaf in fresh.items():
     value = source.get(path, leaf)
-    # Without a cast, the value stays on the host, or unread in its file.
+    # Cast only if needed: other values stay on the host, or unread in a file.
     if value.dtype != leaf.dtype:
       value = jnp.asarray(value, leaf.dtype)
     merged[path] = value
@@ -91,9 +91,9 @@ def compare(
   dropped: Sequence[str] = (),
   describe: str = 'the source',
 ) -> None:
-  """Raises UserError unless names and shapes agree, those of a source `found`.
+  """Raises UserError unless the names and shapes `found` in a source fit.
 
-  The exceptions are those of `merge`.
+  `new` and `dropped` are exceptions, as in `merge`.
   """
   missing = [
     (name, '')
@@ -135,9 +135,10 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _grouped(named: Iterable[tuple[str, str]]) -> list[str]:
-  """Returns one line for all names that differ only in their first number.
+  """Returns lines of the names, each followed by its remark.
 
-  Behind each name stands a remark on it.
+  `named` are (name, remark). Names that differ only in their first number, and
+  have the same remark, share a line.
   """
   groups: dict[tuple[str, str, str], list[int]] = {}
   for name, remark in named:

@@ -1,7 +1,7 @@
 """Batches of recordings with transcripts: synthetic speech, or a folder.
 
 Everything here is NumPy. A batch is a dict of arrays, of B rows, T samples, L
-frames and U characters, where T and L are those of one bucket:
+frames and U characters, where T and L are the lengths of one bucket:
 
   wave     float32 [B, T]  samples at mean 0 and variance 1, zeros after the end
   valid    bool [B, L]     False for frames of padding
@@ -44,14 +44,15 @@ class AudioDataConfig:
       transcripts.
     rate: samples per second that the model reads; others are resampled.
     buckets: lengths in seconds, ascending, to one of which each recording is
-      padded; longer ones than the last are left out.
-    num_train: utterances to train on, for 'words'.
-    num_eval: utterances held out, of other word sequences, for 'words'.
+      padded; recordings longer than the last are left out.
+    num_train: number of utterances to train on, for 'words'.
+    num_eval: number of held-out utterances, which have other word sequences,
+      for 'words'.
     words: most words of an utterance, for 'words'.
     mask_probability: fraction of frames that spans of SpecAugment cover, if
       none overlap (Park et al. 2019).
     mask_span: frames of a span.
-    min_masks: least number of spans of a recording.
+    min_masks: least number of spans in a recording.
   """
 
   source: Literal['words', 'folder'] = 'words'
@@ -86,7 +87,7 @@ class AudioDataConfig:
 
 
 def make_vocabulary(config: AudioDataConfig) -> Characters:
-  """Returns the vocabulary, read or made of the training transcripts."""
+  """Returns the vocabulary, from its file or from the training transcripts."""
   if config.vocabulary:
     return Characters.read(config.vocabulary)
   if config.source == 'words':
@@ -98,13 +99,13 @@ def make_vocabulary(config: AudioDataConfig) -> Characters:
 class Recordings:
   """The recordings of a split that fit a bucket, with their labels.
 
-  Those that cannot be read, are too long or have other characters than the
-  vocabulary are left out, with one warning for each kind.
+  Recordings that cannot be read, are too long or have characters outside the
+  vocabulary are left out, with one warning for each kind of fault.
 
   Attributes:
-    texts: the transcripts, spelled as the vocabulary does.
-    labels: their labels.
-    bucket_N: the number of each recording's bucket.
+    texts: the transcripts, in the spelling of the vocabulary.
+    labels: the labels of each transcript.
+    bucket_N: the index of each recording's bucket.
   """
 
   def __init__(
@@ -122,7 +123,7 @@ class Recordings:
       text = vocabulary.spelled(text)
       kind = fault = ''
       if isinstance(samples_T, UserError):
-        # Sentences of one kind end with the same advice.
+        # Messages about the same kind of fault end with the same advice.
         fault = str(samples_T)
         kind = fault.rpartition(':')[2]
       elif len(samples_T) > limit:
@@ -175,7 +176,8 @@ class Recordings:
   ) -> Batch:
     """Returns a batch, padded to its largest bucket; -1 is an empty row.
 
-    `frames` tells a number of samples' frames; `rng` draws SpecAugment's spans.
+    `frames(samples)` returns the number of frames of a number of samples. `rng`
+    draws the spans of SpecAugment; None is for evaluation.
     """
     config, size = self._config, len(indices)
     length = config.samples[max(self.bucket_N[i] for i in indices if i >= 0)]
@@ -206,7 +208,7 @@ class Recordings:
 
 
 def _spans(rng, length, real, config: AudioDataConfig):
-  """Returns masked_L: the frames of spans that lie in the real frames."""
+  """Returns masked_L: True in random spans within the first `real` frames."""
   masked_L, span = np.zeros(length, bool), config.mask_span
   if not config.mask_probability or real <= span:
     return masked_L
@@ -227,7 +229,7 @@ def _synthetic(config: AudioDataConfig, split: _Split):
   held_out = []
   while len(held_out) < config.num_eval:
     text = formants.sentence(rng, rng.integers(1, config.words + 1))
-    # A single word is no new sequence.
+    # Held-out texts must be new sequences of words; one word is not a new one.
     if ' ' in text or config.words == 1:
       held_out.append(text)
   texts = held_out
@@ -250,7 +252,7 @@ def _synthetic(config: AudioDataConfig, split: _Split):
 
 
 def _of_folder(config: AudioDataConfig, split: _Split):
-  """Yields name, text and samples, or what is wrong with the file."""
+  """Yields name, text, and samples or the UserError about the file."""
   for recording in audio_files.recordings(config.path, split):
     try:
       samples_T, rate = audio_files.read(recording.path, recording.rate)
@@ -261,9 +263,9 @@ def _of_folder(config: AudioDataConfig, split: _Split):
 
 
 class _Endless:
-  """Random access to training batches, each of recordings of about one bucket.
+  """Random access to training batches, mostly of recordings of one bucket each.
 
-  A batch depends only on the data, the seed and its number.
+  A batch depends only on the data, the seed and the number of the batch.
   """
 
   def __init__(self, recordings: Recordings, frames, rows: int, seed: int):
@@ -272,13 +274,14 @@ class _Endless:
     self._epoch = functools.lru_cache(2)(self._plan)
 
   def _plan(self, epoch: int) -> np.ndarray:
-    """Returns the rows [batches, rows] of an epoch.
+    """Returns the indices of the recordings of an epoch's batches.
 
-    What is left over of a bucket goes into batches of the next longer one.
+    Their shape is [batches, rows]. Recordings of a bucket that do not fill a
+    batch share one with recordings of the next longer bucket.
     """
     rng = np.random.default_rng((self._seed, epoch))
     batches = len(self._recordings) // self._rows
-    # Those that fill no batch are others in another epoch.
+    # The recordings that are left out, as they fill no batch, vary by epoch.
     order_N = rng.permutation(len(self._recordings))[: batches * self._rows]
     by_bucket = np.argsort(self._recordings.bucket_N[order_N], kind='stable')
     return rng.permutation(order_N[by_bucket].reshape(batches, self._rows))
@@ -301,13 +304,14 @@ def train_iterator(
   shard_index: int = 0,
   shard_count: int = 1,
 ) -> grain.DatasetIterator:
-  """Returns an endless iterator; as `data.images.train_iterator`.
+  """Returns an endless iterator, as `data.images.train_iterator` does.
 
-  `frames` tells a number of samples' frames.
+  `frames` is as in `Recordings.rows`.
   """
   rows = batch_size * shard_count
   batches.require_rows(len(recordings), rows, 'recordings')
-  # All rows are made, so that the global batch does not depend on shards.
+  # Each shard makes the whole global batch and takes its rows, so that the
+  # batch does not depend on the number of shards.
   dataset = grain.MapDataset.source(_Endless(recordings, frames, rows, seed))
   start = shard_index * batch_size
   dataset = dataset.map(
@@ -327,8 +331,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
   """Yields this shard's held-out batches, shortest recordings first.
 
-  Every recording counts exactly once over all shards, or `num_batches` limits
-  them, spread over the data.
+  Over all shards, every recording counts exactly once; or, with `num_batches`,
+  recordings spread over the data fill at most so many batches.
   """
   order_N = np.argsort(recordings.bucket_N, kind='stable')
   rows = batch_size * shard_count

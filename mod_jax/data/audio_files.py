@@ -1,6 +1,6 @@
 """Recordings: files, lists of files with transcripts, and resampling.
 
-WAV is read by SciPy; all else needs soundfile, of the extra `speech`.
+SciPy reads WAV; other formats need soundfile, which the extra `speech` has.
 """
 
 from collections.abc import Iterator
@@ -27,10 +27,10 @@ class Recording:
   """A recording and what is said in it.
 
   Attributes:
-    name: how messages call it.
-    path: of the file.
+    name: the recording's name in messages.
+    path: the audio file.
     text: the transcript.
-    rate: samples per second that a manifest states; None for none.
+    rate: samples per second that a manifest states; None if it states nothing.
   """
 
   name: str
@@ -42,7 +42,7 @@ class Recording:
 def read(path: str | os.PathLike, stated: int | None = None):
   """Returns the samples float32 [T] of a file, and their rate per second.
 
-  Channels are averaged. A rate other than is `stated` is refused.
+  Channels are averaged. Raises UserError for a rate other than `stated`.
   """
   path = pathlib.Path(path).expanduser()
   if not path.is_file():
@@ -60,19 +60,19 @@ def read(path: str | os.PathLike, stated: int | None = None):
 
 
 def _read_wave(path):
-  """Returns samples_TC and rate of a WAV, or None."""
-  from scipy.io import wavfile  # Imported here, since it is heavy.
+  """Returns samples_TC and rate of a WAV file; None if SciPy cannot read it."""
+  from scipy.io import wavfile  # Imported here, since it takes long.
 
   try:
     rate, whole_T = wavfile.read(path)
-  except Exception:  # Of damaged headers SciPy raises many types.
+  except Exception:  # For damaged headers SciPy raises many types.
     return None
   samples_TC = whole_T.astype(np.float32)
   if samples_TC.ndim == 1:
     samples_TC = samples_TC[:, None]
-  if whole_T.dtype == np.uint8:  # The only width without a sign.
+  if whole_T.dtype == np.uint8:  # Only 8-bit samples are unsigned.
     samples_TC = samples_TC / 128 - 1
-  elif whole_T.dtype.kind == 'i':  # 24 bits are the upper ones of 32.
+  elif whole_T.dtype.kind == 'i':  # 24-bit samples are upper bits of int32.
     samples_TC /= 2 ** (8 * whole_T.itemsize - 1)
   return samples_TC, rate
 
@@ -101,7 +101,7 @@ def resample(samples_T: np.ndarray, rate: int, to: int) -> np.ndarray:
   try:
     soxr = importlib.import_module('soxr')
   except ImportError:
-    # Imported here, since it is heavy, and few use it.
+    # Imported here, since it takes long and is rarely used.
     from scipy import signal
 
     common = math.gcd(rate, to)
@@ -112,8 +112,8 @@ def resample(samples_T: np.ndarray, rate: int, to: int) -> np.ndarray:
 
 
 def write(path: str | os.PathLike, samples_T: np.ndarray, rate: int) -> None:
-  """Writes samples in [-1, 1] as WAV of 16 bits."""
-  from scipy.io import wavfile  # Imported here, since it is heavy.
+  """Writes samples in [-1, 1] as a 16-bit WAV file."""
+  from scipy.io import wavfile  # Imported here, since it takes long.
 
   whole_T = np.clip(np.round(np.asarray(samples_T) * 32767), -32768, 32767)
   wavfile.write(path, rate, whole_T.astype(np.int16))
@@ -133,12 +133,12 @@ def recordings(
   * LibriSpeech: `*.trans.txt` of lines `ID TEXT` beside `ID.flac` or `ID.wav`;
   * Common Voice: `train.tsv` with the columns `path` and `sentence`, and files
     in `clips/`;
-  * `train.jsonl` of objects with `audio`, a path, and `text`, and perhaps
+  * `train.jsonl` of objects with `audio`, a path, and `text`, and optionally
     `sampling_rate`.
 
-  Held-out recordings are those of `eval`, `dev`, `test`, `validation` or
-  `valid`: of such a list, or of a folder whose name begins so. Without any,
-  every tenth recording is held out.
+  Held out are recordings in a list named `eval`, `dev`, `test`, `validation` or
+  `valid`, or in a folder whose name begins with one of these. If there are
+  none, every tenth recording is held out.
   """
   folder = pathlib.Path(folder).expanduser()
   if not folder.is_dir():
@@ -164,7 +164,7 @@ def recordings(
 
 
 def _lists(folder) -> Iterator[tuple[str, list[Recording]]]:
-  """Yields parts of the data and their recordings."""
+  """Yields ('train' or 'eval', recordings) for each list in a folder."""
   for part, stems in (('train', ('train',)), ('eval', _HELD_OUT)):
     for stem in stems:
       if (file := folder / f'{stem}.jsonl').is_file():
@@ -190,7 +190,8 @@ class _Line:
 
 def _lines(file) -> list[str]:
   try:
-    # Not `splitlines`, which also cuts at characters that stand in texts.
+    # Not `splitlines`, which also cuts at characters such as U+2028 that may
+    # be part of a text.
     return file.read_text('utf-8-sig').split('\n')
   except UnicodeDecodeError as error:
     raise UserError(f'{file} is not UTF-8 ({error}): save it so.') from error

@@ -1,10 +1,11 @@
 """From decoded images to arrays: crops, augmentation and mixing.
 
 Images are RGB `PIL.Image`s of any size until they are cropped to S x S pixels
-(`size`), with Pillow's filter `resample`, and then normalised. What is the same
-in every epoch (`center_crop`, `reduce`) comes first. All randomness comes from
-the NumPy generator `rng` that is passed in, one for each image or batch. A
-batch has 'image', float32 [B, S, S, 3], and 'target', float32 [B, V].
+(`size`), with Pillow's filter `resample`, and then normalised. Functions whose
+result is the same in every epoch (`center_crop`, `reduce`) come first. All
+randomness comes from the NumPy generator `rng` that is passed in, one for each
+image or batch. A batch has 'image', float32 [B, S, S, 3], and 'target', float32
+[B, V].
 """
 
 import dataclasses
@@ -25,10 +26,10 @@ _MAX_MAGNITUDE = 10.0
 _Magnitude = Annotated[float, config_lib.Range(ge=0, le=_MAX_MAGNITUDE)]
 # Probability of skipping a drawn operation, as in timm and so DeiT's recipe.
 _SKIPPED_OPERATIONS = 0.5
-# Draws of a random rectangle until one fits into the image.
+# Most draws of a random rectangle to find one that fits into the image.
 _ATTEMPTS = 10
 _CROP_ASPECT = (3 / 4, 4 / 3)
-# Larger aspect ratios are cropped before resizing.
+# Images of a larger aspect ratio are cropped to this one before resizing.
 _LONGEST = 32
 _ERASED_AREA = (0.02, 1 / 3)
 _ERASED_ASPECT = (0.3, 1 / 0.3)
@@ -59,8 +60,8 @@ class AugmentConfig:
     cutmix: alpha of the Beta distribution of the part of an image's area that
       is kept; another image fills the rest (Yun et al., 2019); 0 is off.
     switch: probability that a batch gets cutmix and not mixup, if both are on.
-    label_smoothing: part of the target that is spread over all classes; with
-      several labels, over a label's yes and no.
+    label_smoothing: part of the target that is spread over all classes; with a
+      table of labels, over true and false of each label.
   """
 
   crop: Literal['none', 'pad', 'random_resized'] = 'none'
@@ -116,9 +117,9 @@ def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def reduce(image: Image.Image, size: int, *, min_scale: float) -> Image.Image:
-  """Reduces an image by the largest whole number that costs no resolution.
+  """Reduces an image by the largest whole factor that costs no resolution.
 
-  The smallest part that `random_resized_crop` may take keeps `size` pixels a
+  The smallest crop that `random_resized_crop` may take keeps `size` pixels a
   side. Blocks of pixels are averaged.
   """
   smallest = math.sqrt(min_scale * _CROP_ASPECT[0] * image.width * image.height)
@@ -171,7 +172,7 @@ def shift(
 
 
 def _affine(matrix):
-  """Returns an operation that moves pixels by a matrix of level and size."""
+  """Returns an operation by the affine `matrix(level, width, height)`."""
   return lambda image, level, fill: image.transform(
     image.size,
     Image.Transform.AFFINE,
@@ -197,7 +198,7 @@ OPERATIONS = {
   ),
   'equalize': (lambda image, level, fill: ImageOps.equalize(image), False),
   'posterize': (
-    # At least one bit: with none, the image would be black.
+    # Keep at least one bit, since without any the image would be black.
     lambda image, level, fill: ImageOps.posterize(
       image, max(1, 4 - int(4 * level))
     ),
@@ -316,7 +317,7 @@ def augment(
 ) -> np.ndarray:
   """Returns a randomly augmented and normalised image, float32 [S, S, 3].
 
-  The image has been through `center_crop`, or `reduce` for 'random_resized'.
+  The image comes from `center_crop`, or from `reduce` for 'random_resized'.
   Pixels from outside of it get the colour `mean`. Mixing and label smoothing
   are applied elsewhere.
   """
@@ -358,7 +359,8 @@ def soft_labels(label_V: np.ndarray, smoothing: float = 0.0) -> np.ndarray:
 def mixup(batch: dict[str, np.ndarray], weight: float) -> dict[str, np.ndarray]:
   """Blends every image with the preceding one in the batch.
 
-  The weight, in [0, 1], is that of the image itself and of its target.
+  Each image, and its target, has the given weight, in [0, 1]; the preceding one
+  has the rest.
   """
   kept, added = np.float32(weight), np.float32(1 - weight)
   return {

@@ -14,8 +14,8 @@ from mod_jax import errors
 Batch = dict[str, np.ndarray]
 
 PADDING = -1  # The index of rows that only fill a batch.
-# Threads and prefetched batches without worker processes. Pillow releases the
-# GIL while it decodes.
+# Number of threads, and of prefetched batches, if there are no worker
+# processes. Pillow releases the GIL while it decodes.
 _THREADS = 4
 # Batches that each worker process keeps ready.
 _WORKER_BUFFER = 2
@@ -24,8 +24,8 @@ _WORKER_BUFFER = 2
 def require_rows(count: int, rows: int, what: str) -> None:
   """Raises UserError if `count` rows of training data do not fill a batch.
 
-  `rows` are those of a global batch, and `what` is what a row is, in the
-  plural.
+  `rows` is the number of rows of a global batch; `what` names the rows in the
+  message, in the plural.
   """
   if count < rows:
     raise errors.UserError(
@@ -72,9 +72,9 @@ def held_out(
   """Returns this shard's held-out batches, always the same in the same order.
 
   All shards get the same number of batches; the last is padded with rows of
-  weight 0, which `make_row` makes of `PADDING`. Every one of `count` rows
-  counts exactly once over all batches of all shards, or `num_batches` limits
-  them, spread evenly over the held-out data.
+  weight 0, which `make_row(PADDING)` returns. Over all batches of all shards,
+  each of `count` rows counts exactly once; or, with `num_batches`, rows spread
+  evenly over the held-out data fill at most so many batches per shard.
   """
   indices = eval_indices(
     count, batch_size, num_batches, shard_index, shard_count
@@ -90,7 +90,7 @@ def eval_indices(
   shard_index: int,
   shard_count: int,
 ) -> np.ndarray:
-  """Returns the pictures of this shard's held-out batches, one after another.
+  """Returns the rows' indices of this shard's held-out batches, in order.
 
   `PADDING` fills the last batch; see `held_out`.
   """
@@ -110,7 +110,8 @@ def eval_indices(
 class GlobalRows(grain.MapDataset):
   """Selects the same `count` rows of every global batch of an endless parent.
 
-  A global batch has `batch` rows; a `start` of -1 is the last of them.
+  A global batch has `batch` rows. `start` is the first selected row; -1 is the
+  last row of the batch, after which its first rows follow.
   """
 
   def __init__(

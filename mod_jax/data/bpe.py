@@ -8,8 +8,8 @@ import tokenizers as hf_tokenizers
 from mod_jax import errors, paths
 from mod_jax.data import corpus
 
-# Bytes of text that merges are learned from. More would hardly change them and
-# would delay the start of a run.
+# Bytes of text from which merges are learned. More text would hardly change the
+# merges and would delay the start of a run.
 _MAX_BYTES = 2**26
 
 
@@ -58,7 +58,7 @@ def open_tokenizer(
 
 
 def _sample(files: Sequence[corpus.TextFile]) -> Iterator[str]:
-  """Yields `_MAX_BYTES` of text of files, in the order of hashed names."""
+  """Yields about `_MAX_BYTES` of the files' text, in order of hashed names."""
   remaining = _MAX_BYTES
   for file in sorted(files, key=lambda f: corpus.draw(f.name)):
     for chunk in corpus.chunks(file.path):

@@ -13,7 +13,7 @@ from mod_jax.errors import UserError
 
 VOCABULARY = 'vocab.json'  # The file's name in a model's directory.
 _SPACE = '|'
-# As the published models and the fine-tuned ones of most guides spell them.
+# Spellings of published models, and of models fine-tuned as in most guides.
 _BLANKS, _UNKNOWN = ('<pad>', '[PAD]'), ('<unk>', '[UNK]')
 
 
@@ -29,7 +29,7 @@ class Characters:
 
   @classmethod
   def of_texts(cls, texts: Iterable[str]) -> 'Characters':
-    """Returns the vocabulary of transcripts, in lower case, as XLS-R's are."""
+    """Returns the vocabulary of transcripts, in lower case, as for XLS-R."""
     seen = {x for text in texts for x in _plain(text).lower()}
     seen = sorted(x for x in seen if not _is_mark(x) and not x.isspace())
     return cls((_BLANKS[0], _SPACE, *seen))
@@ -38,7 +38,7 @@ class Characters:
   def read(cls, path: str | os.PathLike) -> 'Characters':
     """Reads a `vocab.json`, an object from symbols to labels.
 
-    A space of another name is that of the `tokenizer_config.json` beside it.
+    If the space is not `|`, the `tokenizer_config.json` beside it names it.
     """
     path = pathlib.Path(path).expanduser()
     if not path.is_file():
@@ -66,7 +66,7 @@ class Characters:
 
   @property
   def blank(self) -> int:
-    """Label of the blank; 0 if no symbol is that of padding."""
+    """Label of the blank; 0 if the vocabulary has no symbol of padding."""
     return self._label(_BLANKS) or 0
 
   def _label(self, symbols: Iterable[str]) -> int | None:
@@ -82,10 +82,10 @@ class Characters:
     return len(self.symbols)
 
   def spelled(self, text: str) -> str:
-    """Returns a transcript in the case of the vocabulary, without marks.
+    """Returns a transcript in the spelling of the vocabulary.
 
-    Composed (NFC), with single spaces, and without such punctuation as the
-    vocabulary lacks.
+    It has the vocabulary's case, composed characters (NFC) and single spaces,
+    and lacks punctuation and symbols that are not in the vocabulary.
     """
     text = _plain(text)
     letters = [x for x in self.symbols if len(x) == 1]
@@ -121,7 +121,7 @@ class Characters:
   def letter(self, label: int) -> str:
     """Returns a label's character, ' ' for the space, '' for special symbols.
 
-    Also '' for labels past the vocabulary, of a model that has room for more.
+    A model may have more outputs than the vocabulary has labels: '' for these.
     """
     symbol = self.symbols[label] if label < len(self.symbols) else ''
     special = re.fullmatch(r'<.+>|\[.+\]', symbol)
@@ -134,5 +134,5 @@ def _plain(text: str) -> str:
 
 
 def _is_mark(character: str) -> bool:
-  # The apostrophe belongs to words.
+  # The apostrophe is a letter of words, not punctuation.
   return character != "'" and unicodedata.category(character)[0] in 'PSC'

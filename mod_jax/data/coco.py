@@ -19,7 +19,7 @@ class Objects(NamedTuple):
   """The objects of a picture.
 
   Attributes:
-    label_N: int32 classes, the category's id.
+    label_N: int32 classes, which are ids of categories.
     box_N4: float32 centre x, centre y, width and height, as fractions of the
       picture.
   """
@@ -34,11 +34,11 @@ def box_between(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 class Coco:
-  """A split: random access to pictures and their objects.
+  """A split of a data set: random access to pictures and their objects.
 
-  Ids of categories may have gaps, and are kept as classes. Crowds, and boxes
-  that have no area within the picture, are left out; other boxes are cut off at
-  its edge. Pictures without objects remain.
+  Ids of categories, which may have gaps, are the classes. Crowds, and boxes
+  without an area within the picture, are left out; other boxes are cut off at
+  the picture's edge. Pictures without objects remain.
 
   Attributes:
     class_names: names by id; '' for ids that no category has.
@@ -90,7 +90,7 @@ class Coco:
 
   @property
   def most(self) -> int:
-    """Most objects of a picture."""
+    """The largest number of objects in a picture."""
     return max(len(objects.label_N) for objects in self._objects)
 
   def name(self, index: int) -> str:
@@ -175,7 +175,7 @@ class Coco:
     return tuple(names)
 
   def _annotation(self, place: int, row):
-    """Returns image, category, (left, top, width, height), and if a crowd."""
+    """Returns image and category id, (left, top, width, height), `iscrowd`."""
     row = row if isinstance(row, dict) else {}
     image, label = row.get('image_id'), row.get('category_id')
     if type(image) is not int or image not in self._pictures:

@@ -18,8 +18,8 @@ def check_source(
 ) -> None:
   """Checks the fields of a data config that depend on its `source`.
 
-  `needed` are the fields that each source requires, and `own` the sources that
-  read each field that others ignore.
+  `needed` maps a source to the fields that it requires. `own` maps a field that
+  only some sources read to these sources.
   """
   for name in needed.get(config.source, ()):
     if not getattr(config, name):
@@ -39,7 +39,7 @@ def check_source(
 def select_rows(
   batch: Mapping[str, np.ndarray], start: int, stop: int | None = None
 ) -> dict[str, np.ndarray]:
-  """Returns rows [start, stop) of a batch; None is the end."""
+  """Returns rows [start, stop) of a batch; a `stop` of None is the end."""
   return {key: value[start:stop] for key, value in batch.items()}
 
 
@@ -47,7 +47,7 @@ _warned, _lock = set(), threading.Lock()
 
 
 def warn_once(message: str) -> None:
-  """Logs a message the first time, whichever of the threads has it first."""
+  """Logs a warning, only once per process, from whichever thread."""
   with _lock:
     if message not in _warned:
       _warned.add(message)

@@ -1,7 +1,7 @@
 """Conversations about pictures: scenes, LLaVA's files, and tables.
 
-The embedded default asks about scenes of digits (`data.scenes`), as much as
-wanted; held-out questions are about held-out scenes.
+The default needs no files: it asks questions about scenes of digits
+(`data.scenes`). Held-out questions are about held-out scenes.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,19 +24,22 @@ from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data.images import Preprocess
 from mod_jax.data.scenes import SceneConfig, Scenes
 
-IMAGE = '<image>'  # Stands in a text for a picture.
+IMAGE = '<image>'  # Placeholder for a picture in a text.
 Kind = Literal['text', 'question', 'answer']
 Topic = Literal[
   *('leftmost', 'rightmost', 'highest', 'lowest'),
   *('count', 'presence', 'sum', 'digits'),
 ]
 TOPICS: tuple[Topic, ...] = get_args(Topic)
-# Each has an answer; 'digits' are rather the scene's caption.
+# Topics that ask for a single answer; 'digits' asks for the scene's caption.
 QUESTIONS = TOPICS[:-1]
-# Of each scene that is tried, few have a wanted answer, such as a rare sum.
+# Scenes that are tried for a wanted answer; few have a rare one, such as some
+# sums.
 _TRIES = 500
 _DRAWS = 200  # Topics and answers that are tried for a question.
-_APART = 0.03  # Least distance of two digits that are compared, of the side.
+# Least distance of two digits whose places are compared, as a fraction of the
+# picture's side.
+_APART = 0.03
 _WORDS = (
   *('zero', 'one', 'two', 'three', 'four'),
   *('five', 'six', 'seven', 'eight', 'nine'),
@@ -44,15 +47,15 @@ _WORDS = (
 
 
 class Conversation(NamedTuple):
-  """What is said about pictures.
+  """Pictures, and questions and answers about them.
 
   Attributes:
     pictures: Pillow images, in the order of the placeholders.
     turns: (question, answer) one after another; questions have an `IMAGE` for
       each picture.
     topic: index into `TOPICS` of a question about scenes; -1 for others.
-    objects: of a scene, (box, digit) of each, where a box is centre x, centre
-      y, width and height as fractions of the picture.
+    objects: (box, digit) of each digit of a scene, where a box is centre x,
+      centre y, width and height as fractions of the picture.
   """
 
   pictures: tuple[Image.Image, ...]
@@ -61,7 +64,7 @@ class Conversation(NamedTuple):
   objects: tuple[tuple[tuple[float, ...], str], ...] = ()
 
   def pieces(self) -> list[tuple[Kind, str]]:
-    """Returns the text in pieces by kind, as LLaVA 1.5 is asked."""
+    """Returns the text in pieces by kind, in the prompt format of LLaVA 1.5."""
     pieces = []
     for question, answer in self.turns:
       pieces += prompt(question)
@@ -81,7 +84,8 @@ def prompt(question: str) -> list[tuple[Kind, str]]:
 def with_pictures(question: str, count: int) -> str:
   """Returns a question with a placeholder for each of its pictures.
 
-  They come first, as in LLaVA 1.5, unless the question has its own.
+  The placeholders come first, as in LLaVA 1.5. A question that already has
+  placeholders is returned as it is.
   """
   if IMAGE in question:
     return question
@@ -97,14 +101,15 @@ class ConversationDataConfig:
       format of LLaVA, with `image` and `conversations` of each example; 'table'
       is a TSV or Parquet file with columns `image`, `question` and `answer`.
     scenes: what scenes are made of, for 'scenes'.
-    topics: what is asked about scenes, of `TOPICS`, each as often.
+    topics: topics of questions about scenes, drawn equally often from these.
     marks: whether in training each image token that shows a digit of a scene
-      has to name it, too. A model that starts from nothing then learns to read
-      many times as fast; the towers of others were pretrained.
+      must also predict that digit. A model that is trained from scratch then
+      learns to read digits many times as fast; other models have a pretrained
+      tower.
     path: the file, for 'llava' and 'table'.
-    folder: directory of its pictures; '' is that of the file.
-    eval_fraction: part of a file's pictures that is held out, with all that is
-      asked about them; the first picture of an example counts.
+    folder: directory of the file's pictures; '' is the directory of the file.
+    eval_fraction: fraction of a file's pictures that is held out, with all
+      examples whose first picture it is.
     image_size: height and width of the tower's input in pixels.
     crop_fraction: side of the centred square crop over the resized picture's
       shorter side.
@@ -113,8 +118,8 @@ class ConversationDataConfig:
     mean: subtracted from values in [0, 1], per channel.
     std: divided by, per channel.
     pictures: most pictures of a conversation.
-    length: most tokens of a conversation besides its pictures. Longer ones are
-      cut.
+    length: most tokens of a conversation besides its pictures. Longer
+      conversations are cut.
     tokenizer: 'bytes', or a 'sentencepiece' or 'huggingface' model.
     tokenizer_path: file or directory of that model.
     workers: processes that read pictures; 0 uses threads in this process.
@@ -162,7 +167,7 @@ class ConversationDataConfig:
 
 @functools.lru_cache(maxsize=4)
 def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
-  """Returns a split: a length, `load(i)`, a conversation, `fingerprint()`."""
+  """Returns a split: a length, `load(i)` (a Conversation), `fingerprint()`."""
   if config.source == 'scenes':
     return SceneQuestions(
       config.scenes, config.image_size, split, config.topics
@@ -175,18 +180,18 @@ def _at_an_end(wanted, rng, boxes_N4, digits_N, *, axis: int, sign: int):
   order_N = np.argsort(sign * boxes_N4[:, axis])
   place_N = boxes_N4[order_N, axis]
   if len(place_N) > 1 and abs(place_N[1] - place_N[0]) < _APART:
-    return None  # Nobody could tell.
+    return None  # The two digits are too close to say which is first.
   return '', int(digits_N[order_N[0]])
 
 
 def _count(wanted: int, rng, boxes_N4, digits_N):
-  """Asks for a digit that is there so many times."""
+  """Asks for a digit that is in the scene `wanted` times."""
   fits = np.flatnonzero(np.bincount(digits_N, minlength=10) == wanted)
   return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
 
 
 def _presence(wanted: str, rng, boxes_N4, digits_N):
-  """Asks for a digit that is there, or is not."""
+  """Asks for a digit that is in the scene, or is not."""
   there = np.bincount(digits_N, minlength=10) > 0
   fits = np.flatnonzero(there == (wanted == 'yes'))
   return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
@@ -209,11 +214,11 @@ class _Question(NamedTuple):
 
   Attributes:
     question: with `{}` for a digit's name.
-    answers: the possible answers, each asked for equally often; None if those
-      of the scenes are as they come.
-    ask: takes the wanted answer, a source of random numbers, and the boxes and
-      digits of a scene; returns the digit's name and the scene's true answer,
-      or None if it has none.
+    answers: the possible answers, which are drawn equally often; None if any
+      answer of a random scene will do.
+    ask: takes the wanted answer, a random generator, and the boxes and digits
+      of a scene; returns the digit's name and the scene's true answer, or None
+      if the scene has no answer.
   """
 
   question: str
@@ -227,7 +232,7 @@ def _of_an_end(question: str, axis: int, sign: int) -> _Question:
   return _Question(question, (*range(10),), ask)
 
 
-# Sums are asked for in the range where scenes of two to four digits are common.
+# Sums are drawn from the range that is common in scenes of two to four digits.
 _ASKED: dict[Topic, _Question] = {
   'leftmost': _of_an_end('Which digit is leftmost?', 0, 1),
   'rightmost': _of_an_end('Which digit is rightmost?', 0, -1),
@@ -236,7 +241,7 @@ _ASKED: dict[Topic, _Question] = {
   'count': _Question('How often is there a {}?', (0, 1, 2), _count),
   'presence': _Question('Is there a {}?', ('yes', 'no'), _presence),
   'sum': _Question('What is the sum?', (*range(6, 22),), _sum),
-  # From left to right.
+  # The answer has the digits from left to right.
   'digits': _Question('Which digits are there?', None, _all),
 }
 
@@ -259,7 +264,7 @@ class SceneQuestions:
     self._scenes = Scenes(config, size, split)
     self._topics = topics
     self._key = (config.seed, int(split == 'eval'), 1)
-    # Most scenes are looked at for many questions.
+    # Cached, since most scenes are tried for many questions.
     self._objects = functools.lru_cache(maxsize=1 << 17)(self._scenes.objects)
 
   def __len__(self) -> int:
@@ -272,7 +277,7 @@ class SceneQuestions:
     }
 
   def question(self, index: int) -> tuple[int, str, str, int]:
-    """Returns scene, question, answer and topic, and paints nothing."""
+    """Returns index of the scene, question, answer, and index of the topic."""
     rng = np.random.default_rng((*self._key, int(index)))
     for _ in range(_DRAWS):
       topic = self._topics[rng.integers(len(self._topics))]
@@ -303,7 +308,7 @@ class SceneQuestions:
 
 
 class Examples:
-  """A part of a file's conversations, with random access."""
+  """A split of a file's conversations, with random access."""
 
   def __init__(self, config: ConversationDataConfig, split: str):
     """Reads the file, and no picture that it names."""
@@ -320,8 +325,9 @@ class Examples:
         f'pictures={config.pictures}: a conversation in {file} has {most}'
         f' pictures; set data.pictures={most}.'
       )
-    # Held out by picture, so that none is both trained on and asked about;
-    # evenly spread over the file.
+    # Hold out all examples with the same first picture together, so that none
+    # of these pictures is both trained on and asked about in evaluation. The
+    # held-out ones are evenly spread over the file.
     number = {}
     for images, turns in examples:
       number.setdefault(images[:1] or turns, len(number))
@@ -361,7 +367,7 @@ class Examples:
     return Conversation(tuple(pictures), turns)
 
 
-# Names of pictures or the bytes of their files, and (question, answer) in turn.
+# Names of pictures or the bytes of their files; (question, answer) pairs.
 _Example = tuple[tuple[str | bytes, ...], tuple[tuple[str, str], ...]]
 
 
@@ -372,7 +378,7 @@ def _wrong(file, index: int, what: str) -> errors.UserError:
 
 
 def _checked(file, index: int, images, turns) -> _Example:
-  """Returns an example, whose pictures lie in the folder and have places."""
+  """Returns an example; refuses wrong paths or placeholders of its pictures."""
   for name in images:
     if isinstance(name, bytes):
       continue
@@ -429,9 +435,10 @@ _COLUMNS = ('image', 'question', 'answer')
 def _read_table(file: pathlib.Path) -> Iterator[_Example]:
   """Yields a conversation for each line of a TSV or Parquet file.
 
-  In a TSV file, the first line names the columns, and quotes mean nothing. In a
-  Parquet file, `image` may also have the bytes of pictures, as they are or as
-  Hugging Face's `datasets` keeps them; they are kept in memory.
+  In a TSV file, the first line names the columns, and quotes are ordinary
+  characters. In a Parquet file, `image` may also be the bytes of a picture's
+  file, or a dictionary as Hugging Face's `datasets` writes it; such bytes are
+  kept in memory.
   """
   if file.suffix == '.parquet':
     # Imported here, since it takes long and other files do not need it.
@@ -440,7 +447,8 @@ def _read_table(file: pathlib.Path) -> Iterator[_Example]:
     names, rows = tables.read_rows(file, _COLUMNS)
   else:
     try:
-      # Not `splitlines`, which also cuts at characters that stand in texts.
+      # Not `splitlines`, which also cuts at characters such as U+2028 that may
+      # be part of a text.
       lines = file.read_text('utf-8-sig').split('\n')
       reader = csv.DictReader(lines, delimiter='\t', quoting=csv.QUOTE_NONE)
       names, rows = reader.fieldnames or [], list(reader)

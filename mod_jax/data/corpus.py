@@ -1,4 +1,4 @@
-"""Files of text: which there are, which are held out, and what is in them.
+"""Text files: listing them, holding some out, and reading their contents.
 
 A document is a file. Files are ordered by their relative names, so that the
 stream of tokens, and thus every batch, is the same wherever the directory is
@@ -34,7 +34,7 @@ def list_files(patterns: str, field: str = 'files') -> list[TextFile]:
   """Returns the non-empty files that match globs, sorted by relative name.
 
   Names are relative to the directory of each glob before its first wildcard or
-  brace; messages call the globs `field`.
+  brace. `field` names the globs in messages.
   """
   by_real_path = {}
   paths.require_local(patterns, field)
@@ -54,8 +54,8 @@ def list_files(patterns: str, field: str = 'files') -> list[TextFile]:
       )
       raise errors.UserError(f'{field}={pattern!r} matches no file: {hint}')
     for path in sorted(matched):
-      # A file under two names (links) would appear twice, perhaps both in the
-      # training and in the held-out files.
+      # Keep one name of each file: a file with two names (links) would appear
+      # twice, possibly once for training and once held out.
       file = text_file(path, _relative(path, root))
       by_real_path.setdefault(os.path.realpath(path), file)
   files = sorted_non_empty(by_real_path.values())
@@ -135,7 +135,7 @@ def hold_out(
 def without_copies(
   files: Sequence[TextFile], others: Sequence[TextFile] | None = None
 ) -> list[TextFile]:
-  """Returns the files except copies of `others`; None: of earlier ones.
+  """Returns the files without copies of `others` (None: of earlier files).
 
   Only files of equal size are read.
   """
@@ -172,7 +172,7 @@ def cannot_read(path: str, error: OSError) -> errors.UserError:
 
 
 def listing_digest(files: Sequence[TextFile], salt: str = '') -> str:
-  """Returns a hash of `salt` and of all that a listing says of its files."""
+  """Returns a hash of `salt` and of paths, names, sizes and times of files."""
   listing = hashlib.sha256(salt.encode())
   for f in files:
     for part in (f.path, f.name, str(f.size), str(f.mtime_ns)):
@@ -189,7 +189,7 @@ def chunks(path: str) -> Iterator[bytes]:
     with open(path, 'rb') as f:
       while chunk := f.read(_CHUNK):
         chunk += f.readline(_CHUNK)
-        for _ in range(3):  # A character has at most so many more bytes.
+        for _ in range(3):  # A character has at most 3 continuation bytes.
           if f.peek(1)[:1] and 0x80 <= f.peek(1)[0] < 0xC0:
             chunk += f.read(1)
         yield chunk

@@ -2,11 +2,11 @@
 
 Modelled on ImageNet-C (Hendrycks & Dietterich, 2019): kinds of corruption at
 severities 1 to 5. Its strengths are for 224 x 224 images, and the authors'
-CIFAR-10-C has others for 32 x 32. Here one table fits all sizes:
+CIFAR-10-C has other strengths for 32 x 32. Here one table fits all sizes:
 
   noise       Gaussian, whose standard deviation grows with the square root of
-              the side; equal to ImageNet-C's at 224 pixels. A constant one
-              would average out within the larger patches of large images.
+              the side; equal to ImageNet-C's at 224 pixels. With a constant
+              deviation, larger patches of large images would average it out.
   blur        Gaussian, with a width proportional to the side.
   contrast    no difference.
   pixelation  into the same number of cells at all sizes from 32 pixels up. A
@@ -26,7 +26,7 @@ _BLUR = (0.0125, 0.0175, 0.0225, 0.03, 0.04)  # Standard deviation / side.
 _CONTRAST = (0.4, 0.3, 0.2, 0.1, 0.05)  # Part of the contrast that remains.
 _CELLS = (0.875, 0.75, 0.625, 0.5, 0.375)  # Cells / min(side, _SMALL).
 
-_SIDE = 224  # Of ImageNet-C's images, in pixels.
+_SIDE = 224  # Side of ImageNet-C's images, in pixels.
 _SMALL = 32
 
 

@@ -17,9 +17,9 @@ from mod_jax.data import images as images_lib
 from mod_jax.data.coco import Coco, Objects, box_between
 from mod_jax.data.scenes import SceneConfig, Scenes
 
-# Carion et al. 2020, section 4: a picture that is cropped is first resized to
-# one of these shorter sides; then a window is cut out whose sides are drawn
-# between these, in pixels.
+# Carion et al. 2020, section 4: a picture to crop is first resized to one of
+# `_CROP_SHORT_SIDES`; then a window is cut out, whose sides are drawn between
+# the two of `_CROP_SIDES`. All are in pixels.
 _CROP_SHORT_SIDES = (400, 500, 600)
 _CROP_SIDES = (384, 600)
 
@@ -31,9 +31,9 @@ class DetectionPreprocess:
   """Converts pictures to a detector's input as in evaluation.
 
   Attributes:
-    image_size: height and width in pixels to which all are padded.
-    short_side: the shorter side of a picture after resizing, if it then fits
-      `image_size`; None for as large as fits.
+    image_size: height and width in pixels to which all pictures are padded.
+    short_side: the shorter side of a picture after resizing, if the picture
+      then fits `image_size`; None for as large as fits.
     mean: subtracted from values in [0, 1], per channel.
     std: divided by, per channel.
   """
@@ -50,13 +50,14 @@ class DetectionPreprocess:
   def fit(
     self, image: Image.Image, short_side: int | None = None
   ) -> Image.Image:
-    """Returns an RGB picture resized, with its aspect ratio."""
+    """Returns an RGB picture resized to fit, with its aspect ratio."""
     short_side = short_side or self.short_side
     sides = image.height, image.width
     low, square = min(sides), len(set(self.image_size)) == 1
     limits = [*zip(self.image_size, sides, strict=True)]
     short = min(limit * low / side for limit, side in limits)
-    # Rounded, and left as they are, as by transformers.
+    # The sides are rounded, and pictures of nearly the wanted size are left as
+    # they are, both as in Hugging Face transformers.
     if short_side is not None and (square or short_side <= short):
       short = min(short_side, short)
       if round(short) == low and max(sides) <= max(self.image_size):
@@ -73,14 +74,17 @@ class DetectionPreprocess:
     return image.resize((width, height), Image.Resampling.BILINEAR)
 
   def pad(self, image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a fitted picture, normalised, then padded by 0, and its size."""
+    """Returns a fitted picture, normalised and padded with 0, and its size.
+
+    The size is (height, width) before the padding.
+    """
     array = np.zeros((*self.image_size, 3), np.float32)
     pixels = augment_lib.normalize(np.asarray(image), self.mean, self.std)
     array[: image.height, : image.width] = pixels
     return array, np.int32([image.height, image.width])
 
   def __call__(self, pictures) -> tuple[np.ndarray, np.ndarray]:
-    """Returns image_BHWC and size_B2 of paths, Pillow images or arrays."""
+    """Returns image_BHWC and size_B2 for paths, Pillow images or arrays."""
     padded = [
       self.pad(self.fit(images_lib.as_image(picture))) for picture in pictures
     ]
@@ -93,20 +97,20 @@ class DetectionDataConfig:
   """Where pictures with objects come from and how they become arrays.
 
   Attributes:
-    source: 'scenes' are drawn of handwritten digits among clutter; 'coco' is a
-      folder in COCO's format (`data.coco.Coco`).
+    source: 'scenes' draws pictures of handwritten digits among clutter; 'coco'
+      is a folder in COCO's format (`data.coco.Coco`).
     scenes: what scenes are made of, for 'scenes'.
     path: the folder, for 'coco'.
     train_split: name of the pictures to train on, for 'coco'.
-    eval_split: likewise of those held out.
+    eval_split: name of the held-out pictures, for 'coco'.
     image_size: height and width in pixels to which all pictures are padded.
     short_side: see `DetectionPreprocess`.
     train_short_sides: least and greatest shorter side in training, drawn for
       each picture; None for `short_side`.
     flip: probability that a picture to train on is mirrored.
-    crop: probability that a window is cut out of a picture to train on, as
-      large as DETR's recipe has it; boxes are cut off at its edge.
-    most: to so many objects the targets of a picture are padded.
+    crop: probability that a window is cut out of a picture to train on, with
+      the sizes of DETR's recipe; boxes are cut off at the window's edge.
+    most: number of objects to which the targets of a picture are padded.
     mean: subtracted from values in [0, 1], per channel.
     std: divided by, per channel.
     workers: processes that read pictures; 0 uses threads in this process. The
@@ -188,7 +192,7 @@ def open_split(config: DetectionDataConfig, split: Literal['train', 'eval']):
 def train_iterator(
   config: DetectionDataConfig, **kwargs
 ) -> grain.DatasetIterator:
-  """Returns an endless iterator; as `data.images.train_iterator`."""
+  """Returns an endless iterator, as `data.images.train_iterator` does."""
   source = open_split(config, 'train')
   make_row = functools.partial(_train_row, config, source)
   return batches.endless(
@@ -227,7 +231,7 @@ def _cropped(
 ) -> tuple[Image.Image, Objects]:
   """Returns a window of a picture, and the objects of which it shows a part."""
   size_2 = np.array(image.size)
-  # The window is found in the original, so that pixels are resized only once.
+  # Cut the window out of the original, so that pixels are resized only once.
   factor = rng.choice(_CROP_SHORT_SIDES) / size_2.min()
   low, high = _CROP_SIDES
   largest_2 = np.minimum(size_2 * factor, high)
@@ -237,7 +241,7 @@ def _cropped(
   window = (*corner_2.tolist(), *(corner_2 + side_2).tolist())
   middle_N2, half_N2 = objects.box_N4[:, :2], objects.box_N4[:, 2:] / 2
 
-  def within(point_N2):  # From fractions of the picture to those of the window.
+  def within(point_N2):  # Fractions of the picture -> fractions of the window.
     return np.clip((point_N2 * size_2 - corner_2) / side_2, 0, 1)
 
   box_N4 = box_between(within(middle_N2 - half_N2), within(middle_N2 + half_N2))

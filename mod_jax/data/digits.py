@@ -41,7 +41,7 @@ class DigitImages:
     return f'digit {index}'
 
   def entry(self, index: int) -> tuple[None, Callable[[], Image.Image], int]:
-    """Returns no key, a function for the image, white on black, and a label."""
+    """Returns None for a key, a function that returns the image, its label."""
     image = Image.fromarray(self.images[index])
     return None, lambda: image.convert('RGB'), int(self.labels[index])
 

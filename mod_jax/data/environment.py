@@ -1,11 +1,11 @@
 """Source code of this environment: the standard library and pinned packages.
 
-About six times as much text as the standard library, on any machine that
-`make` has set up: 201 MB in 14,100 files. Only copies are filtered out:
-generated files and tables are no larger than good modules, and four files that
-are not UTF-8 have 510 bytes in all. Scripts outside of the packages' folder
-(`../../../bin/…`) are left out: pip writes the path of this machine's
-interpreter into them.
+This is about six times as much text as the standard library alone, on any
+machine that `make` has set up: 201 MB in 14,100 files. Copies are left out.
+Generated files and tables are not, since they are no larger than good modules,
+nor are four files that are not UTF-8, with 510 bytes in all. Scripts outside of
+the packages' folder (`../../../bin/…`) are left out: pip writes the path of
+this machine's interpreter into them.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def list_files() -> tuple[corpus.TextFile, ...]:
   """Returns the source files without copies, sorted by name.
 
   Names are relative to site-packages ('jax/_src/core.py') or, with the prefix
-  'python/', to the standard library. Of equal files the first is kept.
+  'python/', to the standard library. The first of several equal files is kept.
   """
   files = [
     corpus.text_file(f.path, f'python/{f.name}') for f in corpus.list_stdlib()
@@ -53,7 +53,8 @@ def _pinned() -> Mapping[str, metadata.Distribution]:
   """Returns the pinned packages that are installed, by name.
 
   Packages that are missing (some systems have no wheel of them) are left out.
-  Those of another version are included; `versions` returns the actual one.
+  Packages of another version than the pinned one are included; `versions`
+  returns the installed version.
   """
   distributions = {}
   for name in _PINS:

@@ -28,7 +28,7 @@ _GROUPS = {'train': 'training', 'held_out': 'held-out'}
 def of_files(files: Sequence[tuple[str, str]]) -> dict[str, Any]:
   """Returns the fingerprint of files, each a name and a path, in order."""
   names = [os.fsencode(name) for name, _ in files]
-  # Of more than `_FILES`, those whose names have the smallest hashes.
+  # Choose the files whose names have the smallest hashes, at most `_FILES`.
   chosen = sorted(range(len(files)), key=lambda i: _digest(names[i]))[:_FILES]
   limit = _BYTES // max(1, len(chosen))
   with futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -59,7 +59,7 @@ def of_arrays(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
 
 
 def of_records(records: Sequence[Any]) -> dict[str, Any]:
-  """Returns the fingerprint of records with random access."""
+  """Returns the fingerprint of records, of which `_RECORDS` are read."""
   count = len(records)
   indices = sorted(
     {i * (count - 1) // _RECORDS for i in range(1, _RECORDS + 1)}

@@ -39,12 +39,12 @@ WORDS = (
 
 
 def sentence(rng: np.random.Generator, words: int) -> str:
-  """Returns so many words, drawn at random."""
+  """Returns `words` random words, separated by spaces."""
   return ' '.join(rng.choice(WORDS, words))
 
 
 def speak(rng: np.random.Generator, text: str) -> np.ndarray:
-  """Returns a recording float32 [T] of a text, by a speaker that is drawn."""
+  """Returns a recording, float32 [T], of a text by a random speaker."""
   pitch, tract = rng.uniform(90, 220), rng.uniform(0.9, 1.1)
   tempo, loudness = rng.uniform(0.8, 1.2), rng.uniform(0.1, 0.3)
   parts = [_silence(rng, rng.uniform(0.05, 0.3))]
@@ -65,8 +65,8 @@ def _silence(rng, seconds):
 
 
 def _phone(rng, letter, seconds, pitch, tract):
-  """Returns the samples of a phone at a mean square of 1."""
-  # Imported here, since it is heavy, and few use it.
+  """Returns the samples of a phone, of mean square 1 before its edges fade."""
+  # Imported here, since it takes long and is rarely used.
   from scipy import signal
 
   count = round(seconds * RATE)

@@ -1,9 +1,9 @@
-"""Keeps pictures as they are after decoding and resizing, for later epochs.
+"""Caches pictures, decoded and resized, for later epochs.
 
-Their keys have all that the pixels depend on: for a file, path, size and time
-of modification, so that a changed file is decoded anew. On disk, each picture
-is a file with a checksum that is renamed when complete, so that any number of
-processes and runs can share a directory.
+The key of a picture has all that its pixels depend on: for a file, the path,
+size and time of modification, so that a changed file is decoded anew. On disk,
+each picture is a file with a checksum that is renamed when complete, so that
+any number of processes and runs can share a directory.
 """
 
 from collections.abc import Callable, Hashable
@@ -30,18 +30,18 @@ Kind = Literal['memory', 'disk', 'none']
 MEMORY = 2 * 2**30  # Bytes for the pictures of one owner.
 _FREE = 0.1  # Part of the disk that is left free.
 _HEADER = struct.Struct('<III')  # Width, height, and CRC-32 of the pixels.
-_VERSION = 1  # Of the header, and of the functions that fit pictures.
+_VERSION = 1  # Version of the header and of the functions that fit pictures.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-  """Returns fitted pictures, and decodes those that it does not keep yet."""
+  """Returns fitted pictures; decodes and fits those that are not kept yet."""
 
-  fit: functools.partial  # What is done to a decoded picture once.
+  fit: functools.partial  # Resizes a decoded picture before it is kept.
   kind: Kind
   directory: str = ''  # For 'disk'; created if missing.
-  owner: Hashable = None  # For 'memory': those of the last two owners stay.
-  processes: int = 1  # That share `MEMORY`.
+  owner: Hashable = None  # For 'memory', which serves the last two owners.
+  processes: int = 1  # Number of processes that share `MEMORY`.
 
   def __post_init__(self):
     if self.kind == 'disk':
@@ -102,7 +102,7 @@ class _Memory:
         self._free -= len(data)
 
 
-@functools.lru_cache(maxsize=2)  # Those to train on, and those held out.
+@functools.lru_cache(maxsize=2)  # One for training, one for held-out pictures.
 def _memory(owner: Hashable, limit: int) -> _Memory:
   return _Memory(limit)
 

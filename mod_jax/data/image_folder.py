@@ -53,10 +53,11 @@ class UnreadableImageError(errors.UserError):
 class FolderImages:
   """Images of a folder, with random access."""
 
-  root: str  # What the names are relative to.
+  root: str  # Directory to which the names are relative.
   class_names: tuple[str, ...]
-  names: list[str]  # '/' between the parts.
-  # Indices of `class_names`, int32 [files]; of a table bool [files, classes].
+  names: list[str]  # Paths with '/' between the parts.
+  # Indices of `class_names`, int32 [files]; if a table has the labels, bool
+  # [files, classes].
   labels: np.ndarray
 
   def __len__(self) -> int:
@@ -73,13 +74,13 @@ class FolderImages:
     }
 
   def name(self, index: int) -> str:
-    """Returns how a picture is called."""
+    """Returns a picture's path relative to the root."""
     return self.names[index]
 
   def entry(self, index: int) -> tuple[Any, Callable[[], Image.Image], Any]:
     """Returns the file's key, a function that decodes it, and its label."""
     path, key = os.path.join(self.root, self.names[index]), None
-    # A missing file has no key, and is refused when it is decoded.
+    # A missing file has no key; decoding it raises an error.
     with contextlib.suppress(OSError):
       status = os.stat(path)
       key = (os.fsencode(path), status.st_size, status.st_mtime_ns)
@@ -95,7 +96,7 @@ def decode(
   Animations give their first frame. Transparency is dropped; of 16-bit values
   the upper 8 bits are kept; floating-point values must lie between 0 and 1.
   `source` is a path or the bytes of a file, and `what` the image's name in an
-  `UnreadableImageError`, such as "image 'a.png'". One of more than `most`
+  `UnreadableImageError`, such as "image 'a.png'". An image of more than `most`
   pixels is refused before it is decoded.
   """
   file = io.BytesIO(source) if isinstance(source, bytes) else source
@@ -207,8 +208,8 @@ def _list_images(
   Cached, since every evaluation calls it and it can take a minute. Files that
   are damaged later are detected when they are decoded.
   """
-  # Real paths of folders not to enter: links to a class or to what is above it
-  # would count pictures twice, once as held out and once as trained on.
+  # Real paths of folders not to enter: through a link to a class, or to a
+  # folder above it, pictures would count twice, possibly once as held out.
   seen = set()
   for folder in (root, *(os.path.join(root, name) for name in classes)):
     real = pathlib.Path(os.path.realpath(folder))
@@ -223,7 +224,7 @@ def _list_images(
 
 
 def readable(root: str, names: list[str], unreadable: str) -> np.ndarray:
-  """Returns the indices of files that begin as pictures do."""
+  """Returns the indices of the files that begin with an image's header."""
   chunks = itertools.batched(names, _CHECK_CHUNK)
   with futures.ThreadPoolExecutor(_CHECK_THREADS) as pool:
     faults = pool.map(
@@ -280,7 +281,7 @@ def _fault(path: str) -> str:
 def _reason(error: Exception) -> str:
   if isinstance(error, Image.UnidentifiedImageError):
     return 'no picture in a format that is read here'
-  # `strerror` without the path, which the message names already.
+  # `strerror` lacks the path, which the message names already.
   text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
   return ' '.join(text.split())[:100]
 
@@ -312,8 +313,8 @@ def _require_readable(image: Image.Image, most: int = MAX_PIXELS) -> None:
 
 def require_white(image: Image.Image) -> None:
   """Raises ValueError if nothing says which value is white."""
-  # Such integers are measurements, for example heights, which Pillow would clip
-  # at 255. Of our formats, only PGM stores 16-bit images in mode I.
+  # Integers of mode I are measurements, for example heights, which Pillow would
+  # clip at 255. Among our formats, only PGM stores 16-bit images in mode I.
   if image.mode == 'I' and image.format != 'PPM':
     raise ValueError(
       'nothing says which of its 32-bit or signed integers is white: convert it'
@@ -322,7 +323,7 @@ def require_white(image: Image.Image) -> None:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-  """Converts as `decode`; ValueError if floats are not between 0 and 1."""
+  """Returns RGB as `decode` does; ValueError if floats are not in [0, 1]."""
   try:
     image = ImageOps.exif_transpose(image)
   except MemoryError:

@@ -40,7 +40,7 @@ from mod_jax.data.scenes import SceneConfig, Scenes
 # Mean and standard deviation of channels whose values lie in [0, 1].
 _Mean = Annotated[float, config_lib.Range(ge=-1e3, le=1e3)]
 _Std = Annotated[float, config_lib.Range(ge=1e-6, le=1e3)]
-# Below, a huge image would be made of which almost all is cropped away.
+# Below .1, images would be resized to huge ones that are mostly cropped away.
 _Crop = Annotated[float, config_lib.Range(ge=0.1, le=10)]
 # Names of classes and the weights of their losses; the others weigh 1.
 _ClassWeights = tuple[tuple[str, config_lib.Weight], ...]
@@ -127,7 +127,7 @@ class ImageDataConfig:
 
   Attributes:
     source: 'digits' are scikit-learn's bundled handwritten digits; 'scenes' are
-      drawn of these, several in a picture with clutter; 'folder' is a directory
+      pictures with several of these digits and clutter; 'folder' is a directory
       with a folder per class; 'tfds' is a prepared TFDS data set.
     scenes: what scenes are made of, for 'scenes'.
     path: the directory, for 'folder': train/ and eval/ (or val, validation,
@@ -135,8 +135,8 @@ class ImageDataConfig:
       directly.
     label_table: CSV file, by its path from the folder or from /, with any
       number of labels for each picture (`data.label_table`), for 'folder'; the
-      model then says of each label by itself whether it is true. '' takes the
-      folders as classes, of which one is true.
+      model then predicts separately whether each label is true. '' takes the
+      folders as classes, one for each picture.
     eval_fraction: part of each class that is held out, chosen by a hash of the
       file names, if the folder has no evaluation split; at least one image.
     name: data set name, or the directory of a prepared one, for 'tfds'.
@@ -154,11 +154,11 @@ class ImageDataConfig:
     class_weights: factors on the losses of classes: a table, as in
       (('cat', 2), ('dog', 0.5)), where classes that are not named weigh 1; or
       'balanced', inversely proportional to the number of training pictures and
-      1 for a mean class. Of labels in a table, factors on the losses where they
-      are true; 'balanced' then lets true and false weigh the same.
+      1 for a mean class. With a table of labels, the factors are on losses of
+      true labels, and 'balanced' gives true and false the same total weight.
     sampling: 'balanced' draws every class equally often in training, so that
-      pictures of rare ones repeat; an epoch still is as many draws as there are
-      pictures. 'uniform' draws each picture once per epoch.
+      pictures of rare classes repeat; an epoch is still as many draws as there
+      are pictures. 'uniform' draws each picture once per epoch.
     unreadable: 'refuse' stops at files that cannot be read; 'skip' leaves them
       out with a warning. A file that fails only when it is decoded is replaced
       by the next example in training, and gets weight 0 in evaluation.
@@ -167,11 +167,11 @@ class ImageDataConfig:
     augment: augmentation of the training images.
     workers: processes that decode and augment; 0 uses threads in this process.
       The batches do not depend on it.
-    cache: keeps decoded pictures for later epochs, resized as far as no
-      augmentation needs more; the batches do not depend on it. 'memory' takes
-      at most 2 GB for pictures to train on and 2 GB for held-out ones, shared
-      out among the workers, and decodes the others anew; 'disk' takes files in
-      `cache_dir`, for all workers and runs; 'none' decodes in every epoch.
+    cache: keeps decoded pictures for later epochs, reduced as far as the
+      augmentation allows; the batches do not depend on it. 'memory' takes at
+      most 2 GB for pictures to train on and 2 GB for held-out ones, divided
+      among the workers, and decodes further pictures anew; 'disk' takes files
+      in `cache_dir`, for all workers and runs; 'none' decodes in every epoch.
     cache_dir: directory for 'disk', which may be emptied at any time; '' is
       ~/.cache/mod_jax/pictures.
   """
@@ -245,7 +245,7 @@ class ImageDataConfig:
 
 def class_names(config: ImageDataConfig) -> tuple[str, ...]:
   """Returns the names of the classes in the order of labels."""
-  if config.source == 'tfds':  # Known before the data are there.
+  if config.source == 'tfds':  # TFDS knows them without prepared data.
     return tfds_images.class_names(config.name, config.data_dir or None)
   return open_split(config, 'eval').class_names
 
@@ -254,8 +254,8 @@ def open_split(config: ImageDataConfig, split: Literal['train', 'eval']):
   """Returns the source of a split.
 
   It has `class_names`, a length, `labels` of all pictures, `fingerprint()`,
-  `name(index)`, and `entry(index)`: the key of a picture in a cache or None, a
-  function that decodes it, and its label.
+  `name(index)`, and `entry(index)`: a picture's key for a cache (or None), a
+  function that decodes the picture, and its label.
   """
   if config.source == 'digits':
     return digits.DigitImages(split)
@@ -378,7 +378,7 @@ def denormalize(config, image: Any) -> np.ndarray:
 
 
 class _Pictures:
-  """The pictures of a split, of any source, fitted and through the cache."""
+  """The pictures of a split of any source, fitted and cached."""
 
   def __init__(self, config: ImageDataConfig, split: Literal['train', 'eval']):
     self.source = open_split(config, split)
@@ -405,7 +405,7 @@ class _Pictures:
     return len(self.source)
 
   def load(self, index: int) -> tuple[Image.Image, Any] | None:
-    """Returns a picture and its label, or None if it is left out."""
+    """Returns a picture and its label; None if it is unreadable and skipped."""
     try:
       key, decode, label = self.source.entry(index)
       return self._cache.load(key, decode), label
@@ -417,7 +417,7 @@ class _Pictures:
       common.warn_once(f'left out: {e}')
 
   def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
-    """Returns a picture to train on, or the next that is not left out."""
+    """Returns a picture to train on, or the next if it is skipped."""
     for step in range(len(self)):
       loaded = self.load((int(index) + step) % len(self))
       if loaded is not None:
@@ -471,7 +471,10 @@ def _eval_row(
 
 
 def _members(labels: np.ndarray) -> list[np.ndarray]:
-  """Returns the pictures of each class that has any, or of no label."""
+  """Returns the indices of pictures by class, or by label and without label.
+
+  Classes and labels without pictures are left out.
+  """
   if labels.ndim == 1:
     labels = labels[:, None] == np.unique(labels)
   else:
@@ -483,16 +486,16 @@ def _members(labels: np.ndarray) -> list[np.ndarray]:
 class _Balanced(grain.MapDataset):
   """Draws from its parent every class equally often, without end.
 
-  Of V classes, each comes once in V draws, in an order that is drawn anew; of a
-  class, each picture comes once before any comes again. An element depends on
-  the seed and on its index alone.
+  Each of V classes comes once in V draws, in a new random order each time; each
+  picture of a class comes once before any comes again. An element depends only
+  on the seed and on its index.
   """
 
   def __init__(
     self, parent: grain.MapDataset, members: list[np.ndarray], seed: int
   ):
     super().__init__(parent)
-    # Seeds of their own, since those of epochs count up from the seed.
+    # Derive separate seeds, since the seeds of epochs count up from `seed`.
     sequence = np.random.SeedSequence((seed, 1))
     first, *seeds = sequence.generate_state(1 + len(members)).tolist()
     order = grain.MapDataset.range(len(members))

@@ -1,16 +1,16 @@
 """Tables of labels: pictures of a folder, each with any number of labels.
 
-A CSV file whose first column names the pictures, relative to the folder. Then
-comes either one column of lists, whose items are separated by `;`, `|` or `,`,
-or a column of 0 and 1 for each label:
+A table is a CSV file whose first column names the pictures, relative to the
+folder. Then comes either one column of lists, whose items are separated by `;`,
+`|` or `,`, or a column of 0 and 1 for each label:
 
   file,labels            file,cat,dog,split
   a/1.jpg,cat;dog        a/1.jpg,1,1,train
   a/2.jpg,               a/2.jpg,0,0,eval
 
 A column `split` tells training pictures (`train`) from held-out ones (`eval`,
-`val`, `validation` or `test`). Without it a part is held out by a hash of the
-names. Pictures that the table does not name are not used.
+`val`, `validation` or `test`). Without that column, a part is held out by a
+hash of the names. Pictures that the table does not name are not used.
 """
 
 import csv
@@ -32,7 +32,7 @@ def open_split(
 ) -> image_folder.FolderImages:
   """Returns the pictures of 'train' or 'eval'; their labels are bool [N, V].
 
-  Headers of the files are checked as by `image_folder.open_split`.
+  The files' headers are checked as in `image_folder.open_split`.
   """
   paths.require_local(path, 'path')
   root = os.path.abspath(os.path.expanduser(path))
@@ -57,7 +57,7 @@ def open_split(
 
 
 def _rarest(labels: np.ndarray) -> np.ndarray:
-  """Returns each picture's rarest label, V if it has none.
+  """Returns each picture's rarest label, or V for a picture without labels.
 
   Holding out a part of each of these groups keeps rare labels in both parts.
   """
@@ -80,8 +80,8 @@ def _read(root: str, table: str, unreadable: str):
 # Cached, since every evaluation calls it and it opens every file.
 @functools.lru_cache(maxsize=8)
 def _readable(root: str, file: str, modified: int, unreadable: str):
-  """Returns what `_parse` does, without files that are no pictures."""
-  del modified  # A table that has changed is read again.
+  """Returns what `_parse` does, without the rows of unreadable pictures."""
+  del modified  # Only a key of the cache: a changed table is read again.
   classes, names, labels, splits = _parse(file)
   good = image_folder.readable(root, names, unreadable)
   splits = None if splits is None else splits[good]
@@ -89,7 +89,7 @@ def _readable(root: str, file: str, modified: int, unreadable: str):
 
 
 def _parse(file: str):
-  """Returns labels, names, bool [N, V], and which are held out or None."""
+  """Returns label names, pictures, bool [N, V], and held-out mask or None."""
   lines, names, columns = _columns(file)
   splits = columns.pop(_SPLIT, None)
   if splits is not None:
@@ -115,11 +115,11 @@ def _parse(file: str):
 
 
 def _columns(file: str) -> tuple[list[int], list[str], dict[str, list[str]]]:
-  """Returns each row's line, its picture, and the other columns by title."""
+  """Returns each row's line number and picture, and other columns by title."""
   try:
     with open(file, encoding='utf-8-sig', newline='') as text:
       reader = csv.reader(text)
-      # With the line that each ends at, since lines may be empty.
+      # Keep each row's last line number, since there may be empty lines.
       rows = [(reader.line_num, row) for row in reader if row]
   except (OSError, UnicodeDecodeError, csv.Error) as e:
     raise errors.UserError(

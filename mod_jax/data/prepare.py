@@ -4,8 +4,8 @@
     --config.source=files --config.files='text/**/*.txt'
 
 `--config.FIELD=VALUE` sets a field of a `text.TextDataConfig`. A corpus is cut
-into parts, whose number depends on its size only; each becomes a shard that is
-written atomically, so the same command continues after an interruption. Runs
+into parts, whose number depends only on the corpus's size; each part becomes a
+shard, written atomically, so the same command continues if interrupted. Runs
 read the result by `--config.data.source=prepared --config.data.path=corpus`.
 """
 
@@ -36,7 +36,7 @@ from mod_jax.data import (
 )
 from mod_jax.data import fingerprint as fingerprints
 
-# Calling a part returns its documents, each in pieces of UTF-8.
+# A call of a part returns its documents, each in pieces of UTF-8.
 Part = Callable[[], Iterable[Iterable[bytes]]]
 
 # Fields that do not change the prepared tokens. The tokeniser's fingerprint is
@@ -80,7 +80,7 @@ def prepare(
     )
   paths.require_local(out, 'out')
   out = os.path.expanduser(out)
-  if config.learns_tokenizer:  # From here on, like any tokeniser in a file.
+  if config.learns_tokenizer:  # From here on it is read from a file.
     learned = str(text.learn_tokenizer(config))
     config = dataclasses.replace(
       config, tokenizer='huggingface', tokenizer_path=learned
@@ -120,7 +120,7 @@ def prepare(
 def _begin(config, out, shard_bytes) -> dict[str, Any]:
   """Returns the index in `out`, writing a new one if there is none.
 
-  An index of another corpus is refused.
+  Raises UserError if the index is of another corpus.
   """
   settings = json.loads(config_lib.to_json(config))
   made_of = {
@@ -177,7 +177,7 @@ def _splits(config) -> dict[str, str]:
 
 
 def _parts(config, shard_bytes) -> dict[str, list[Part]]:
-  """Returns the parts of each group; depends on the corpus only."""
+  """Returns the parts of each group, which depend only on the corpus."""
   if config.source == 'tfds':
     return {
       group: [
@@ -207,11 +207,12 @@ def _files(files: Sequence[corpus.TextFile]) -> Iterator[Iterator[bytes]]:
 
 
 def _rows(config, files, group: str | None) -> Iterator[list[bytes]]:
-  """Yields rows of tables as documents; those of a group, unless it is None."""
+  """Yields rows of tables as documents: of one group, or all if it is None."""
   for file in files:
     for row in tables.read_column(file.path, config.text_column):
       document = row.encode('utf-8', 'replace')
-      # A hash of the text, so that all copies of it are in one group.
+      # Draw by a hash of the text, so that all copies of a text are in one
+      # group.
       held_out = corpus.draw(document) < config.eval_fraction
       if group is None or held_out == (group == 'held_out'):
         yield [document]
@@ -268,7 +269,7 @@ def _write_shard(config, job: tuple[str, Part]) -> dict[str, Any]:
   tokenizer = _tokenizer(config.tokenizer, os.path.dirname(path))
   separator = ()
   if config.source in ('tfds', 'huggingface'):
-    # Their texts, unlike files, mostly do not end with a newline.
+    # Texts from these sources, unlike files, rarely end with a newline.
     separator = tokenizer.encode('\n')[-1:]
   shard = shards.open_or_write(path, part(), tokenizer, separator)
   num_bytes = 0  # To convert nats per token to bits per byte.
@@ -310,7 +311,7 @@ def _map(function, jobs, workers) -> Iterator[Any]:
 
 
 def _end_with_parent():
-  """Makes a worker ignore Ctrl-C and exit when its parent process is gone."""
+  """Makes a worker ignore Ctrl-C and exit when its parent process has ended."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)
 
   def wait():

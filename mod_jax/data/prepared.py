@@ -1,6 +1,6 @@
 """Reads a corpus that `prepare` tokenised.
 
-A directory with these files, each written atomically:
+The corpus is a directory with these files, each written atomically:
 
   index.json              settings and data of the corpus; once it is complete,
                           also the tokens of each group ('train', 'held_out')
@@ -27,7 +27,7 @@ from mod_jax.data import fingerprint as fingerprints
 
 GROUPS = ('train', 'held_out')
 _INDEX = 'index.json'
-_FORMAT = 2  # 1 had shards that only this library could read.
+_FORMAT = 2  # Format 1 had shards that only this library could read.
 
 
 def shard_path(path: str, group: str, number: int) -> str:
@@ -146,7 +146,7 @@ class _WholeCheck(threading.Thread):
         reason = 'its SHA-256 is not the one in the index'
       except errors.UserError as e:
         reason = str(e)
-      _begin_check.cache_clear()  # A corpus that is restored is checked anew.
+      _begin_check.cache_clear()  # So that a restored corpus is checked anew.
       self._damage = (
         f'{path!r} is not as it was prepared ({reason}): restore it from a '
         'copy, or prepare the corpus again'
@@ -179,8 +179,8 @@ def open_stream(
   """Returns the tokens of a group, after comparing samples with the index.
 
   A background thread also compares whole shards with their hashes, once per
-  process, each of `shard_count` hosts a part of them. After it has found
-  damage, reads raise errors.UserError.
+  process; each of `shard_count` hosts compares a part of the shards. After
+  damage is found, reads raise errors.UserError.
   """
   index = _complete_index(path)
   counts = {n: s['tokens'] for n, s in index[group]['shards'].items()}

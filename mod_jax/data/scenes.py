@@ -1,11 +1,11 @@
 """Scenes: digits of several sizes among clutter, drawn from a seed.
 
 Most of a scene is background, so a model that chooses its tokens well can save
-most of its work; and there are as many scenes as wanted. Held-out scenes show
-scikit-learn's held-out digits, which no training scene does.
+most of its work; and any number of scenes can be drawn. Held-out scenes show
+held-out images of `data.digits`, which no training scene shows.
 
-A scene answers several questions: which digit is the largest, what is the sum
-of all, and which digits are where.
+A scene has targets for several tasks: the largest digit, the sum of all digits,
+and which digits are where.
 """
 
 from collections.abc import Callable, Hashable
@@ -21,17 +21,17 @@ from mod_jax import errors
 from mod_jax.data import digits
 from mod_jax.data import fingerprint as fingerprints
 
-# The next digit is tried at so many places before it is left out.
+# Places that are tried for a digit before it is left out.
 _TRIES = 30
 # Largest overlap of two digits, intersection over union of their boxes.
 _MOST_OVERLAP = 0.1
-# The largest digit of a scene is at least so many times as large as the next.
+# Least ratio of the side of a scene's largest digit to the next largest side.
 _LARGER = 1.3
-_SIDE = 8  # Pixels of a digit, as scikit-learn has it.
+_SIDE = 8  # Side of scikit-learn's digits in pixels.
 
 
 class Scene(NamedTuple):
-  """A picture, and what is where in it.
+  """A picture, and its digits with their boxes.
 
   Attributes:
     image_SSC: uint8 [S, S, 3].
@@ -55,10 +55,10 @@ class SceneConfig:
     least: least number of digits in a scene; fewer where there is no room.
     most: greatest number of digits.
     scales: least and greatest factor on the eight pixels of a digit's side.
-    clutter: number of pieces of digits and of lines that lie about.
-    num_train: training scenes.
-    num_eval: held-out scenes.
-    seed: of all scenes.
+    clutter: number of pieces of digits and of lines in the background.
+    num_train: number of training scenes.
+    num_eval: number of held-out scenes.
+    seed: seed of all scenes.
   """
 
   label: Literal['largest', 'sum'] = 'largest'
@@ -87,7 +87,7 @@ class SceneConfig:
 class Scenes:
   """The training or the held-out scenes, with random access.
 
-  They are drawn when they are asked for, `size` pixels a side.
+  Scenes are drawn when they are read, `size` pixels a side.
   """
 
   def __init__(self, config: SceneConfig, size: int, split: str):
@@ -124,11 +124,11 @@ class Scenes:
   def entry(
     self, index: int
   ) -> tuple[Hashable, Callable[[], Image.Image], int]:
-    """Returns a key, a function for the picture, and its class."""
+    """Returns a key, a function that paints the picture, and its class."""
     key = (repr(self._config), self._size, self._split, int(index))
 
     def decode():
-      # Painting draws on where the layout has ended: from a fresh one.
+      # Painting continues the layout's random numbers, so make a new layout.
       return Image.fromarray(self._paint(self._layout(index)))
 
     return key, decode, self._label(self._layout(index))
@@ -156,7 +156,7 @@ class Scenes:
     rng = np.random.default_rng((config.seed, held_out, int(index)))
     count = rng.integers(config.least, config.most, endpoint=True)
     low, high = config.scales
-    # The largest first, so that the others find room around it.
+    # Place the largest digit first, so that the others find room around it.
     largest = rng.uniform(_LARGER * low, high)
     scales = [largest, *rng.uniform(low, largest / _LARGER, count - 1)]
     places = []
@@ -207,9 +207,9 @@ class _Layout(NamedTuple):
   """Where the digits of a scene are, before it is painted.
 
   Attributes:
-    rng: draws the rest of the scene.
+    rng: the random generator for the rest of the scene.
     places: (x and y of the corner, side) of each digit, in pixels.
-    chosen: which of the source's images each digit is.
+    chosen: index of each digit's image among the source's images.
     digits_N: int32 digits.
   """
 
@@ -220,7 +220,7 @@ class _Layout(NamedTuple):
 
 
 def _free_corner(places, side, size, rng) -> tuple[int, int] | None:
-  """Returns where a digit hardly overlaps others; None if nowhere."""
+  """Returns a random corner where a digit hardly overlaps others, or None."""
   for _ in range(_TRIES):
     x, y = rng.integers(0, size - side, 2, endpoint=True).tolist()
     place = (x, y), side
@@ -246,10 +246,10 @@ def _add(canvas_SSC, image, corner, side, colour_C):
   window_PPC += stroke_PP1 * (colour_C - window_PPC)
 
 
-# Pillow takes longer than everything else, and most images come again.
+# Cached, since Pillow takes longer than all else, and most images are reused.
 @functools.lru_cache(maxsize=1 << 15)
 def _resized(pixels: bytes, before: int, side: int) -> np.ndarray:
-  """Returns a square image of so many pixels a side, from 0 to 1."""
+  """Returns a square image resized to [side, side, 1], from 0 to 1."""
   image = Image.frombytes('L', (before, before), pixels)
   resized = image.resize((side, side), Image.Resampling.BILINEAR)
   return np.asarray(resized, float)[:, :, None] / 255

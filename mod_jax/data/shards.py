@@ -24,19 +24,19 @@ from mod_jax.data import corpus, tokenizers
 _DTYPES = (np.uint8, np.uint16, np.uint32)
 # The usual limit for a process is 1024 open files.
 _MAX_OPEN = 128
-# Nobody writes a temporary file any more that has not changed for so long.
+# Seconds after which an unchanged temporary file has no writer any more.
 _DEAD_S = 600
 
 
 class Shard:
   """A shard, whose ranges any thread can read.
 
-  Not memory-mapped: if a mapped file is truncated, access kills the process by
-  SIGBUS, whereas a short read can be reported.
+  It is not memory-mapped: if a mapped file is truncated, access kills the
+  process by SIGBUS, whereas a short read can be reported.
   """
 
   def __init__(self, path: str):
-    """Opens a shard, and refuses a file that is not a whole one."""
+    """Opens a shard; raises UserError if the file is not a complete shard."""
     self._path = path
     try:
       self._file = open(path, 'rb', buffering=0)  # noqa: SIM115
@@ -119,7 +119,7 @@ class Tokens:
     return np.concatenate(starts)
 
   def read(self, start: int, stop: int) -> np.ndarray:
-    """Returns tokens [start, stop) as int32; refuses ids of no vocabulary."""
+    """Returns tokens [start, stop) as int32; refuses ids above `vocab_size`."""
     self._check()
     first = int(np.searchsorted(self._begins, start, 'right')) - 1
     last = int(np.searchsorted(self._begins, stop, 'left'))
@@ -155,10 +155,10 @@ def open_or_write(
   tokenizer: tokenizers.Tokenizer,
   separator: Sequence[int] = (),
 ) -> Shard:
-  """Opens the shard at a path; if there is no whole one, writes it first.
+  """Opens the shard at a path; if there is no complete one, writes it first.
 
   Args:
-    path: of the shard, which a complete file replaces in one step.
+    path: path of the shard, where the complete file appears in one step.
     documents: UTF-8 texts, each in pieces that are tokenised separately.
     tokenizer: its end token, if it has one, ends every document.
     separator: tokens that end each document if there is no end token.
@@ -187,7 +187,7 @@ def open_or_write(
         starts.append(start)
     np.lib.format.write_array(out, np.array(starts, np.int64))
     out.seek(0)
-    write_header()  # Of the same size: NumPy leaves space for a larger number.
+    write_header()  # Its size is the same: NumPy leaves space for the number.
   return Shard(path)
 
 
@@ -232,7 +232,10 @@ def _documents(files: Sequence[corpus.TextFile]) -> Iterator[Iterator[bytes]]:
 
 
 def remove_leftovers(folder: str, name: str) -> None:
-  """Deletes what interrupted writers of files whose names match left there."""
+  """Deletes a folder's partial files whose final names match the glob `name`.
+
+  Interrupted writers left them.
+  """
   partial = os.path.join(glob.escape(folder), f'.{name}.*.tmp')
   for leftover in glob.glob(partial):
     try:

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from mod_jax import errors
 
-_ROWS = 1024  # Per batch.
+_ROWS = 1024  # Rows per batch.
 
 
 def read_column(path: str, column: str) -> Iterator[str]:
@@ -53,7 +53,7 @@ def read_column(path: str, column: str) -> Iterator[str]:
 def read_rows(
   path: str | os.PathLike, columns: Sequence[str]
 ) -> tuple[list[str], list[dict[str, Any]]]:
-  """Returns the names of a Parquet file's columns, and rows of those wanted."""
+  """Returns all column names of a Parquet file, and its rows of `columns`."""
   try:
     names = parquet.read_schema(path).names
     wanted = [name for name in columns if name in names]

@@ -65,7 +65,7 @@ class TextDataConfig:
     eval_files: globs of held-out files; '' holds out whole files of `files`,
       chosen by a hash of their relative names, or documents of 'huggingface',
       chosen by a hash of their text.
-    eval_fraction: fraction to hold out where a hash chooses.
+    eval_fraction: fraction to hold out if a hash chooses.
     text_column: the column of 'huggingface' with the text.
     tfds_name: data set name, or the directory of a prepared one.
     tfds_split: split for training.
@@ -337,7 +337,7 @@ def split_files(
   """Returns the (training, held-out) files; no content is in both."""
   if config.source == 'tfds':
     raise _only_prepared(config)
-  if config.source == 'environment':  # Its listing has no copies.
+  if config.source == 'environment':  # Copies are left out of its list.
     return corpus.hold_out(environment.list_files(), config.eval_fraction)
   if config.source == 'stdlib':
     train, held_out = corpus.hold_out(
@@ -377,8 +377,8 @@ class Windows:
   ):
     """Takes tokens and L; reads nothing.
 
-    With `partial`, the targets after the last full row form a padded row, and
-    are left out otherwise.
+    If `partial`, the targets after the last full row form a padded row;
+    otherwise they are left out.
     """
     self._stream = stream
     self._length = length
@@ -454,6 +454,6 @@ def _cache_dir(config: TextDataConfig) -> str:
 def _eval_row(windows: Windows, index: np.integer) -> Batch:
   real = index != batches.PADDING
   row = windows[int(index)] if real else windows.empty_row()
-  if 'segments' not in row:  # Then only padding has weight 0.
+  if 'segments' not in row:  # Without segments, only padding has weight 0.
     row['valid'] = row['weights'] > 0
   return row

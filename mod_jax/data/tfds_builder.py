@@ -19,9 +19,10 @@ def load(name: str, data_dir: str | None = None, field: str = 'name') -> Any:
   """Returns the builder of a data set; reads no record.
 
   The name is one of TFDS, looked up in `data_dir`, or the directory of a
-  prepared data set; messages call it `field`.
+  prepared data set; in messages it is the value of `field`.
   """
-  import tensorflow_datasets as tfds  # Slow, and other data do not need it.
+  # Imported here, since it is slow to import and other data do not need it.
+  import tensorflow_datasets as tfds
 
   at, directory = f'{field}={name!r}', os.path.expanduser(name)
   if os.path.isdir(directory):
@@ -64,8 +65,8 @@ def load(name: str, data_dir: str | None = None, field: str = 'name') -> Any:
 def _check_features(at: str, directory: str) -> None:
   """Refuses data sets with features that are neither registered nor of TFDS.
 
-  TFDS imports any module that features.json names, and so would run code that
-  somebody has put there.
+  TFDS imports any module that features.json names, and so would run the code of
+  whoever wrote that file.
   """
   from tensorflow_datasets.core import features
 

@@ -24,7 +24,8 @@ class TfdsImages:
 
   def __init__(self, name: str, split: str, *, data_dir: str | None = None):
     """Opens a split such as 'train' or 'train[:1%]'; UserError if it cannot."""
-    import tensorflow_datasets as tfds  # Slow, and other data do not need it.
+    # Imported here, since it is slow to import and other data do not need it.
+    import tensorflow_datasets as tfds
 
     builder = tfds_builder.load(name, data_dir)
     self.class_names = _label_names(builder, name)
@@ -72,7 +73,7 @@ class TfdsImages:
     """Returns the image's key, a function that decodes it, and its label."""
     record = self._records[index]
     label = self._label(index, record)
-    # Of the content, since a record has no time of modification.
+    # The key is a hash of the content: records have no time of modification.
     key = fingerprints.of_value(record[_IMAGE])
     what = f'record {index} {self._what}'
     return key, functools.partial(_to_image, record[_IMAGE], what), label

@@ -80,7 +80,7 @@ class Tokenizer(abc.ABC):
   ):
     """Sets the attributes that all kinds share.
 
-    `names` are what figures show for ids without bytes.
+    `names` has the texts by which figures show ids without bytes.
     """
     self.surfaces = tuple(surfaces)
     self._names = names
@@ -125,11 +125,11 @@ class Tokenizer(abc.ABC):
   def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
     """Returns the text that `ids` add to the text of the tokens before them.
 
-    Decoded on their own, they may give a different text: SentencePiece drops
+    Decoded on their own, `ids` may give a different text: SentencePiece drops
     the space before the first word.
     """
     before = [*before][-CONTEXT:]
-    # Where bytes are tokens, a part of a character spoils all that follow.
+    # If tokens are bytes, `before` may begin within a character: drop its rest.
     while (text := self.decode(before)).startswith(REPLACEMENT):
       before = before[1:]
     whole = self.decode([*before, *ids])
@@ -238,7 +238,7 @@ class HuggingFaceTokenizer(Tokenizer):
       tok = tokenizers.Tokenizer.from_buffer(data)
       vocab = tok.get_vocab(with_added_tokens=True)
       largest = max(vocab.values(), default=-1)
-      # First of all: the time of `to_str` grows with the largest id, too.
+      # Check this before `to_str`, whose time grows with the largest id, too.
       if not 0 <= largest < _MAX_VOCAB:
         why = f'it has the id {largest}; expected less than {_MAX_VOCAB}'
         raise ValueError(why if vocab else 'its vocabulary is empty')
@@ -326,7 +326,7 @@ def make(kind: str, path: str = '') -> Tokenizer:
 def files(kind: str, path: str) -> dict[str, bytes]:
   """Returns the contents of a tokenizer's files, by file name.
 
-  In a directory with these files, `make(kind, directory)` restores it.
+  `make(kind, directory)` restores the tokenizer from a directory with them.
   """
   if kind == 'bytes':
     return {}
@@ -387,7 +387,7 @@ def declared_specials(directory: os.PathLike) -> dict[str, str]:
       if isinstance(value, dict):
         value = value.get('content')
       if role == 'bos_token' and value is None:
-        specials.setdefault(role, '')  # No token, and not a customary one.
+        specials.setdefault(role, '')  # The file declares that there is none.
       if role.endswith('_token') and isinstance(value, str):
         specials[role] = value
   return specials

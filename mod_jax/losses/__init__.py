@@ -1,7 +1,18 @@
 """Losses and metrics: functions of arrays that return (total, weight) pairs.
 
 A pair is a sum and the number of things summed. Pairs of microbatches and hosts
-are added and then divided once.
+are added and then divided once. The modules:
+
+* `acm`: adaptive computation modules;
+* `classification`: confusion, precision and recall of a classifier, in NumPy;
+* `ctc`: CTC, and error rates of transcripts;
+* `detection`: DETR's matching and set losses;
+* `experts`: mixtures of experts;
+* `language`: next-token cross-entropy, also fused with the head;
+* `mean_precision`: mean average precision of boxes, in NumPy;
+* `routing`: causal rules that approximate top-k;
+* `sums`: addition of pairs;
+* `vision`: image classification, distillation and token pruning.
 """
 
 from mod_jax.losses import acm, ctc, experts

@@ -4,8 +4,8 @@ Choices are a dictionary from module names to one-hot choices ν̂ of the number
 learners, with straight-through gradients, `[batch, length, choices]`. A row is
 an image or a sequence. `valid_BL` is False for padding and dropped tokens,
 which are ignored; None if all tokens are valid. All valid tokens have equal
-weight. Modules may see different tokens: `valid` is a dictionary from their
-names to `valid_BL`, and None if that is None for all.
+weight. Modules may see different tokens, so `valid` maps module names to
+`valid_BL`; it is None if all tokens of all modules are valid.
 """
 
 from collections.abc import Mapping
@@ -43,8 +43,8 @@ def distillation(
 ) -> Pair:
   """Returns the squared error of h(z, k), averaged over k: Eq. 3.
 
-  `sums_KBLD` is h(z, k) for k = 0, …, N, of which k = 0 has no learner and is
-  ignored; `target_BLD` the output of the dense module, without a gradient.
+  `sums_KBLD` is h(z, k) for k = 0, …, N; k = 0 has no learner and is ignored.
+  `target_BLD` is the output of the dense module, and gets no gradient.
 
   Returns:
     (sum over rows of the mean over k, tokens and features; number of rows). A
@@ -74,13 +74,13 @@ def _count_rows(x_B, valid_BL):
 def distances(sums_KBLD: jax.Array, target_BLD: jax.Array) -> jax.Array:
   """Returns distance_KBL: the norm ‖h(z, k) - target‖₂ over features, Eq. 4.
 
-  Not squared: `gate_labels` compares the ratio of norms with τ.
+  It is not squared, because `gate_labels` compares the ratio of norms with τ.
   """
   return jnp.linalg.norm(sums_KBLD.astype(jnp.float32) - target_BLD, axis=-1)
 
 
 def gate_labels(distance_KBL: jax.Array, tau: float) -> jax.Array:
-  """Returns label_BL: the smallest n >= 2 whose n-th learner gains little.
+  """Returns label_BL: the smallest n >= 2 such that learner n gains little.
 
   `min{ n in 2..N : d(n-1) / d(n) < τ }`, or N if there is none: Eq. 5, where
   the printed ratio is inverted. Labels are never 0 or 1, except for N < 2.
@@ -89,8 +89,8 @@ def gate_labels(distance_KBL: jax.Array, tau: float) -> jax.Array:
   num_learners = distance_KBL.shape[0] - 1
   if num_learners < 2:
     return jnp.full(distance_KBL.shape[1:], num_learners, jnp.int32)
-  # Compare products, because d(n) may be 0. Then learner n is worth its cost,
-  # unless d(n-1) is 0 already.
+  # Compare products instead of ratios, because d(n) may be 0. In that case
+  # learner n is worth its cost, unless d(n-1) is 0 as well.
   previous_NBL, current_NBL = distance_KBL[1:-1], distance_KBL[2:]
   small_NBL = (previous_NBL < tau * current_NBL) | (previous_NBL == 0)
   first_BL = jnp.argmax(small_NBL, axis=0)
@@ -132,7 +132,7 @@ def load_per_image(
 ) -> jax.Array:
   """Returns load_B: each row's fraction of the cost of running all learners.
 
-  Over valid tokens; 0 for rows without any.
+  Only valid tokens count; the load is 0 for rows without any.
   """
   cost_B, total_cost = 0.0, 0.0
   for name, one_hot_BLM in choices.items():
@@ -176,8 +176,9 @@ def entropy_loss(
 ) -> jax.Array:
   """Returns the negative entropy of the choices over a row's tokens: Eq. 8.
 
-  Each module's is divided by the log of its number of choices; the result is
-  the mean over modules and rows. Minimising it spreads a row's choices.
+  Each module's entropy is divided by the log of its number of choices; the
+  result is the mean over modules and rows. Minimising it spreads a row's
+  choices.
   """
   total = jnp.float32(0.0)
   for name, one_hot_BLM in choices.items():
@@ -186,7 +187,8 @@ def entropy_loss(
     valid_BL, where_BL1 = _of(valid, name), None
     weight_B = row_weights(valid_BL)
     if valid_BL is not None:
-      # Rows of padding only have weight 0; use all tokens to avoid a NaN mean.
+      # A row of padding only would have a NaN mean: average over all its tokens
+      # instead. Its weight is 0.
       where_BL1 = (valid_BL | ~valid_BL.any(axis=-1, keepdims=True))[..., None]
     mean_BM = one_hot_BLM.astype(jnp.float32).mean(axis=1, where=where_BL1)
     # The constant bounds the gradient for choices that are never made.

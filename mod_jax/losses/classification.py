@@ -4,9 +4,9 @@ import numpy as np
 
 
 def confusion(label_N, guess_N, num_classes: int) -> np.ndarray:
-  """Returns count_VV: images by their class, a row, and by the predicted one.
+  """Returns count_VV: numbers of images by class (row) and prediction (column).
 
-  The arguments are indices of classes.
+  `label_N` and `guess_N` are the indices of the true and the predicted classes.
   """
   pairs_N = np.asarray(label_N) * num_classes + np.asarray(guess_N)
   counts = np.bincount(pairs_N, minlength=num_classes**2)
@@ -14,10 +14,10 @@ def confusion(label_N, guess_N, num_classes: int) -> np.ndarray:
 
 
 def precision_recall(matrix_VV) -> tuple[np.ndarray, np.ndarray]:
-  """Returns precision_V and recall_V by the counts of `confusion`.
+  """Returns precision_V and recall_V, given the counts of `confusion`.
 
-  NaN where they are not defined: of classes that are never predicted, and of
-  those without an image. The mean of the recalls is the balanced accuracy.
+  The precision is NaN for classes that are never predicted, the recall for
+  classes without an image. The mean of the recalls is the balanced accuracy.
   """
   hits_V = np.diagonal(matrix_VV)
   with np.errstate(invalid='ignore'):
@@ -27,11 +27,11 @@ def precision_recall(matrix_VV) -> tuple[np.ndarray, np.ndarray]:
 def average_precision(label_NV, score_NV) -> np.ndarray:
   """Returns ap_V: each label's average precision, NaN if it is never true.
 
-  The mean over ranks of the precision down to that rank, weighted by the rise
-  of the recall, as `average_precision_score` of scikit-learn has it. A score
-  that is not a number ranks last.
+  Scikit-learn's `average_precision_score` computes it: the mean over ranks of
+  the precision down to that rank, weighted by the rise of the recall. NaN
+  scores rank last.
   """
-  # Slow to import, and other tasks do not need it.
+  # Imported here, since it is slow to import and other tasks do not need it.
   from sklearn import metrics
 
   score_NV = np.nan_to_num(score_NV, nan=-np.inf, posinf=np.inf)

@@ -18,20 +18,20 @@ def loss(
   blank: int = 0,
   weight_B: jax.Array | None = None,
 ) -> tuple[Pair, Pair]:
-  """Returns the sum over recordings, and that of the infeasible ones.
+  """Returns the CTC loss in nats, and the number of infeasible recordings.
 
-  A recording is infeasible if it has fewer frames than its labels take, one
-  for each and a blank between equal neighbours. Those have no finite loss and
-  weigh 0; the second pair counts them among all. The weight of the first is the
-  number of the others.
+  A recording is infeasible if it has fewer frames than its labels take: one for
+  each label and one for a blank between equal neighbours. Infeasible recordings
+  have no finite loss. The first pair is (summed loss, number) of the feasible
+  recordings, the second (number of infeasible ones, number of all recordings).
 
   Args:
-    logits_BLV: of characters and blank.
+    logits_BLV: logits of the characters and the blank.
     valid_BL: False for frames of padding.
     label_BU: labels, padded at the end.
     count_B: number of labels.
     blank: label of the blank.
-    weight_B: 0 for rows that only fill a batch; None for none.
+    weight_B: 0 for rows that only fill a batch; None if there are none.
   """
   padding_BU = jnp.arange(label_BU.shape[1]) >= count_B[:, None]
   loss_B = optax.ctc_loss(
@@ -46,14 +46,14 @@ def loss(
   if weight_B is None:
     weight_B = jnp.ones(len(label_BU))
   feasible_B = weight_B * fits_B
-  # Not a product, which would keep the gradient of what is left out.
+  # Not a product: 0 times the loss of an infeasible recording may be NaN.
   total = jnp.where(feasible_B > 0, loss_B, 0.0).sum()
   infeasible = (weight_B * ~fits_B).sum()
   return (total, feasible_B.sum()), (infeasible, weight_B.sum())
 
 
 def edits(said: Sequence, heard: Sequence) -> int:
-  """Returns the fewest insertions, deletions and substitutions."""
+  """Returns the edit distance: fewest insertions, deletions, substitutions."""
   row = list(range(len(heard) + 1))
   for i, x in enumerate(said, 1):
     diagonal, row[0] = row[0], i
@@ -66,11 +66,11 @@ def edits(said: Sequence, heard: Sequence) -> int:
 
 
 def error_rate(pairs: Iterable[tuple[Sequence, Sequence]]) -> float:
-  """Returns the edits over the length of what was said, over all pairs.
+  """Returns the number of edits of all pairs over the length of all references.
 
-  The pairs are of what was said and what was heard: words for the word error
-  rate, characters for that of characters. It is no mean of the pairs' rates,
-  and may exceed 1. NaN if nothing was said.
+  The pairs are (reference, transcript): of words for the word error rate, of
+  characters for the character error rate. The result is not the mean of the
+  pairs' rates, and may exceed 1. It is NaN if all references are empty.
   """
   total = length = 0
   for said, heard in pairs:
@@ -80,6 +80,6 @@ def error_rate(pairs: Iterable[tuple[Sequence, Sequence]]) -> float:
 
 
 def text_rates(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
-  """Returns the error rates `wer` and `cer` of texts said and heard."""
+  """Returns the error rates of words and characters, `wer` and `cer`."""
   words = [(said.split(), heard.split()) for said, heard in pairs]
   return {'wer': error_rate(words), 'cer': error_rate(pairs)}

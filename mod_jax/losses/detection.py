@@ -12,10 +12,10 @@ import optax
 
 from mod_jax.losses.sums import Pair
 
-# Weights of the terms, in the cost of a match and in the loss alike.
+# Weights of the terms, both in the cost of a match and in the loss.
 _L1, _GIOU, _CLASS = 5.0, 2.0, 1.0
 _NO_OBJECT = 0.1  # Weight of the class "no object" in the cross-entropy.
-_LARGEST = 1e6  # Cost that replaces what is not finite.
+_LARGEST = 1e6  # Replaces costs that are not finite.
 
 
 def corners(box: jax.Array) -> jax.Array:
@@ -69,8 +69,8 @@ def match(
     target_BT4: boxes; any finite numbers at padding.
 
   Returns:
-    query_BT: int32 query of each target, all different; that of padding is one
-      that no target has.
+    query_BT: int32 query of each target, all different. Padding gets queries
+      that no object has.
     real_BT: False for padding.
   """
   real_BT = label_BT >= 0
@@ -84,9 +84,9 @@ def match(
     - _GIOU * iou(*pair)[1]
     - _CLASS * of_class_BQT
   )
-  # The solver takes NaN without a word, and returns nonsense.
+  # With NaN, the solver would return a wrong assignment without an error.
   cost_BQT = jnp.where(jnp.isfinite(cost_BQT), cost_BQT, _LARGEST)
-  # With one cost for all padding, the rest stays the best.
+  # The same cost for all padding does not affect the best match of the objects.
   cost_BQT = jnp.where(real_BT[:, None], cost_BQT, 0.0)
   cost_BQT = jax.lax.stop_gradient(cost_BQT)
   query_BN, target_BN = jax.vmap(optax.assignment.hungarian_algorithm)(cost_BQT)
@@ -96,7 +96,7 @@ def match(
 
 @flax.struct.dataclass
 class SetLosses:
-  """The terms of the loss as (total, weight), each a mean.
+  """The terms of the loss; each is a mean, as a pair (total, weight).
 
   Attributes:
     classes: cross-entropy over queries, divided by the sum of their weights.
@@ -144,12 +144,13 @@ def set_losses(
   of_class_BQ = jnp.where(wanted_BQ == none, _NO_OBJECT, 1) * weight_B[:, None]
   matched_BT4 = jnp.take_along_axis(boxes_BQ4, query_BT[..., None], axis=1)
   counts_BT = real_BT * weight_B[:, None]
-  # Targets of padding may be anything, also without an area.
+  # The boxes of padding may be any numbers; `where` masks their terms below.
   distance_BT = jnp.abs(matched_BT4 - target_BT4).sum(axis=-1)
   giou_BT = iou(matched_BT4, target_BT4)[1]
   count = counts_BT.sum()
   queries = boxes_BQ4.shape[1] * weight_B.sum()
-  # Counted, so that the weights of a batch are known without its matches.
+  # The sum of `of_class_BQ`, from counts: so a batch's weight is known without
+  # its matches.
   weight = count + _NO_OBJECT * (queries - count)
   return SetLosses(
     classes=(-(log_p_BQ * of_class_BQ).sum(), weight),
@@ -167,7 +168,7 @@ def earlier_losses(
 ) -> list[Pair]:
   """Returns the weighted losses of N earlier decoder layers.
 
-  Each layer is matched anew; all are matched as one batch.
+  Each layer has matches of its own; all layers are matched as one batch.
   """
   layers = logits_BNQV.shape[1]
 
@@ -180,9 +181,9 @@ def earlier_losses(
     jnp.repeat(label_BT, layers, axis=0),
     jnp.repeat(target_BT4, layers, axis=0),
   )
-  # The mean of all layers, N times, is the sum of the means of each: all have
-  # the same number of objects. The weights of the class "no object" are so
-  # too, as each layer matches as many queries.
+  # N times the mean over all layers is the sum of the layers' means, because
+  # all layers have the same number of objects and, since each matches as many
+  # queries, the same sum of class weights.
   return [
     (layers * total, count) for total, count in found.weighted(class_weight)
   ]

@@ -20,12 +20,12 @@ def balance_loss(
 ) -> jax.Array:
   """Returns Σ_x f_x · P_x / t_x, which is 1 if the choices match the targets.
 
-  Fedus et al. 2021, Eq. 4, with targets in place of 1/E. f is the fraction of
-  choices that were x, before any was dropped, without a gradient; P is the mean
-  probability of x. The product is not a mean over tokens: if a batch is
+  Fedus et al. 2021, Eq. 4, with targets in place of 1/E. f_x is the fraction of
+  choices that were x, before any was dropped, and has no gradient; P_x is the
+  mean probability of x. The product is not a mean over tokens: if a batch is
   processed in parts, each part is balanced separately.
-  `wanted_BLX` says which choices were made, `targets` t is the target fraction
-  of all choices for each x.
+  `wanted_BLX` is True for the choices that were made; `targets` t_x are the
+  target fractions of all choices.
   """
   count_X = wanted_BLX.sum(axis=(0, 1), dtype=jnp.float32)
   fraction_X = count_X / jnp.maximum(count_X.sum(), 1)

@@ -11,9 +11,9 @@ from mod_jax.losses.sums import Pair
 
 # `head_loss` processes chunks with 4M logits, the fastest on a CPU, but at
 # least 2,048 tokens: each chunk reads and writes the kernel's whole gradient,
-# which takes that many products to amortise on accelerators. With a vocabulary
-# of 32,768 and 1,024 features, chunks of half as many took 1.16 times as long
-# on an H100, and of twice as many .98 (`results/h100/head_chunks.json`).
+# which only that many tokens amortise on accelerators. With a vocabulary of
+# 32,768 and 1,024 features, chunks of half as many tokens took 1.16 times as
+# long on an H100, of twice as many .98 times (`results/h100/head_chunks.json`).
 _LOGITS, _TOKENS = 2**22, 2048
 
 
@@ -42,7 +42,7 @@ def head_loss(
   product is computed twice (as in the fused loss of Hsu et al. 2024, Liger
   Kernel). Tokens and vocabulary may be sharded.
   Products are in the dtype of x, sums in float32. `chunk` is the number of
-  tokens per chunk on each device; None chooses.
+  tokens per chunk on each device; None chooses it as above `_LOGITS`.
   """
   total = _head_loss(chunk, x_BLD, kernel_DV, targets_BL, weights_BL)
   return total, jnp.sum(weights_BL)
@@ -75,15 +75,16 @@ def _backward(chunk, gradients, dtotal):
   return dx_BLD, dkernel_DV, None, dtotal * nats_BL
 
 
-# With symbolic zeros, to tell whether the kernel is frozen.
+# By symbolic zeros, `_forward` knows whether the kernel is frozen.
 _head_loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _per_device(chunk, needs, x_BLD, kernel_DV, targets_BL, weights_BL):
   """Returns nats_BL and, optionally, gradients of their weighted sum.
 
-  If `needs` is `features` it is dx_BLD. If `both`, also dkernel_NDV with the
-  part of each of the N devices among which the batch is split.
+  If `needs` is 'none', there are no gradients; if 'features', dx_BLD; if
+  'both', dx_BLD and dkernel_NDV, which has the part of each of the N devices
+  among which the batch is split.
   """
   token_axes = ('batch', 'length')
   feature_axes = (*token_axes, 'act_embed')
@@ -140,7 +141,7 @@ def _chunked(chunk, needs, x_BLD, kernel_DV, targets_BL, weights_BL):
       return None, (nats_K,)
     is_target_KV = target_K1 == jnp.arange(vocab)
     dlogit_KV = weight_K[:, None] * (exp_KV / total_K1 - is_target_KV)
-    # Else GPUs would multiply in TF32, at half the speed.
+    # Without this cast, GPUs would multiply in TF32, at half the speed.
     dlogit_KV = dlogit_KV.astype(x_KD.dtype)
     dx_KD = product('KV,DV->KD', dlogit_KV, kernel_DV)
     if needs == 'both':

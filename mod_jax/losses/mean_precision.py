@@ -5,19 +5,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Overlaps from which a box counts as found, and points of recall.
+# Overlaps (intersection over union) from which a box counts as found, and
+# points of recall at which the precision is read.
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 _RECALLS = np.linspace(0, 1, 101)
-_MOST = 100  # Boxes of a class that count in a picture, the best first.
+_MOST = 100  # Detections of a class that count in a picture, the best first.
 
 
 class Boxes(NamedTuple):
-  """Boxes in a picture: found ones with scores, or those that are there.
+  """Boxes in a picture: detections with scores, or true boxes.
 
   Attributes:
     label_N: int classes.
-    box_N4: centre x, centre y, width, height, in any unit of each axis.
-    score_N: floats, for found ones.
+    box_N4: centre x, centre y, width, height, in any unit for each axis.
+    score_N: float scores of detections; None for true boxes.
   """
 
   label_N: np.ndarray
@@ -30,9 +31,10 @@ def average_precisions(
 ) -> np.ndarray:
   """Returns the average precision ap_VJ of classes at the J `THRESHOLDS`.
 
-  Interpolated at 101 points of recall; NaN for classes of which none is there.
-  Equals pycocotools' `precision` for all areas and 100 detections, where there
-  are no crowds.
+  `found` has the detections of each picture, `there` the true boxes. Precision
+  is interpolated at 101 points of recall; a class without true boxes has NaN.
+  Without crowds, the result equals the mean over recall of pycocotools'
+  `precision` for all areas and 100 detections.
   """
   ap_VJ = np.full((num_classes, len(THRESHOLDS)), np.nan)
   for label in range(num_classes):
@@ -51,7 +53,7 @@ def average_precisions(
 
 
 def _hits(box_N4, real_T4) -> np.ndarray:
-  """Returns hit_NJ: which boxes, the best first, find one that is left."""
+  """Returns hit_NJ: which boxes, best first, find a true box that is free."""
   hit_NJ = np.zeros((len(box_N4), len(THRESHOLDS)), bool)
   if not len(box_N4) or not len(real_T4):
     return hit_NJ
@@ -60,7 +62,7 @@ def _hits(box_N4, real_T4) -> np.ndarray:
     left_T = np.ones(len(real_T4), bool)
     for n, overlap_T in enumerate(overlap_NT):
       candidate_T = np.where(left_T, overlap_T, -1)
-      # Of equally good ones the last, as in COCO's code.
+      # Among equally good boxes take the last, as COCO's code does.
       best = len(candidate_T) - 1 - candidate_T[::-1].argmax()
       if candidate_T[best] >= min(threshold, 1 - 1e-10):
         left_T[best] = False
@@ -84,7 +86,7 @@ def _overlaps(a_N4, b_T4) -> np.ndarray:
 
 
 def _precision(hit_NJ, total: int) -> np.ndarray:
-  """Returns precision_J, the mean over points of recall."""
+  """Returns precision_J, the mean precision over the points of recall."""
   true_NJ = hit_NJ.cumsum(axis=0)
   recall_NJ = true_NJ / total
   precision_NJ = true_NJ / np.arange(1, len(hit_NJ) + 1)[:, None]

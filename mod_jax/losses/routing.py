@@ -13,8 +13,9 @@ def choice_bce(
 ) -> Pair:
   """Returns the binary cross-entropy of logits against top-k's choice.
 
-  The auxiliary loss on the router and the loss of the predictor (Raposo et al.
-  2024, section 3.5): (sum in nats, number of tokens). Targets get no gradient.
+  It is the auxiliary loss of the router and the loss of the predictor (Raposo
+  et al. 2024, section 3.5), as (sum in nats, number of tokens). Targets get no
+  gradient.
   """
   target_BL = jax.lax.stop_gradient(chosen_BL.astype(jnp.float32))
   nats_BL = optax.sigmoid_binary_cross_entropy(logit_BL, target_BL)
@@ -60,7 +61,7 @@ def choice_agreement(
 ) -> dict[str, Pair]:
   """Compares a causal rule's decisions with what top-k chose.
 
-  Accuracy alone is misleading: a rule that never routes already has 1 - c.
+  Accuracy alone is misleading: at capacity c, never routing has accuracy 1 - c.
 
   Returns:
     Pairs by name:

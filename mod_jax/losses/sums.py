@@ -12,10 +12,10 @@ Pair = tuple[jax.Array, jax.Array]  # (total, weight); their quotient is a mean.
 
 @flax.struct.dataclass
 class Rows:
-  """What is kept of every row, for metrics that are no sum, such as ranks.
+  """Values of every row, for metrics that are not sums, such as ranks.
 
   Attributes:
-    batches: of each batch a tree of arrays [B, …].
+    batches: for each batch a tree of arrays [B, …].
   """
 
   batches: tuple[Any, ...]
@@ -25,7 +25,7 @@ MetricSums = dict[str, Pair | Rows]  # Keyed by the metric's name.
 
 
 def add(a: Mapping[str, Pair], b: Mapping[str, Pair]) -> MetricSums:
-  """Returns the sums of both; names that only one has are kept."""
+  """Returns the sum of both by name, or the only value; joins `Rows`."""
   sums = dict(a)
   for name, value in b.items():
     if name not in sums:
@@ -44,7 +44,8 @@ def sum_of_means(
 
   Args:
     pairs: (total, weight) of each loss.
-    weights: replace the pairs' weights if the pairs are of a part of a batch.
+    weights: weights of the whole batch, to replace the pairs' own weights if
+      the pairs are of a part of the batch.
   """
   if weights is None:
     weights = [weight for _, weight in pairs]

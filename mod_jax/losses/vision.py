@@ -17,8 +17,8 @@ def classification_loss(
 
   `target_BV` are probabilities of the classes: one-hot, smoothed or mixed.
   `weight_B` is 0 for images that only pad a batch. With `class_weight_V`, an
-  image counts as much as its class, so that the quotient is a weighted mean, as
-  PyTorch's `CrossEntropyLoss` has it of targets that are not smoothed.
+  image has the weight of its class, so that the quotient is a weighted mean, as
+  in PyTorch's `CrossEntropyLoss` for targets that are not smoothed.
   """
   target_BV = target_BV.astype(jnp.float32)
   if class_weight_V is not None:
@@ -38,9 +38,9 @@ def multi_label_loss(
 ) -> Pair:
   """Returns the summed binary cross-entropy in nats, and the number of images.
 
-  An image's is the mean over its labels, each true with a probability of
-  `target_BV`. `class_weight_V` are factors on the terms of true labels, as the
-  `pos_weight` of PyTorch's `BCEWithLogitsLoss`.
+  An image's cross-entropy is the mean over its labels; `target_BV` are the
+  probabilities that they are true. `class_weight_V` are factors on the terms of
+  true labels, as the `pos_weight` of PyTorch's `BCEWithLogitsLoss`.
   """
   logits_BV = logits_BV.astype(jnp.float32)
   true_BV = target_BV * jax.nn.log_sigmoid(logits_BV)
@@ -78,7 +78,8 @@ def logit_distillation(
 ) -> Pair:
   """Returns KL(teacher ‖ student) in nats, summed, and the sum of the weights.
 
-  Of images, or tokens [B, L, V]. The teacher's logits get no gradient.
+  The logits are of images, or of tokens [B, L, V]. The teacher's logits get no
+  gradient.
   """
   teacher_BV = jax.lax.stop_gradient(teacher_BV).astype(jnp.float32)
   teacher_BV = jax.nn.log_softmax(teacher_BV)
@@ -92,9 +93,9 @@ def token_distillation(
 ) -> Pair:
   """Returns squared distances of kept patches to the teacher's, and a count.
 
-  Rao et al. 2021, section 3.4, Eq. 13 as published: a mean over kept patches
-  and channels, of patches after the last norm. `keep_BN` is 1 for kept patches;
-  the decision gets no gradient.
+  Rao et al. 2021, section 3.4, Eq. 13 as published: the quotient is the mean
+  over kept patches and channels. The patches are outputs of the last norm.
+  `keep_BN` is 1 for kept patches; the decision gets no gradient.
   """
   keep_BN = jax.lax.stop_gradient(keep_BN)
   teacher_BND = jax.lax.stop_gradient(teacher_BND)

@@ -1,4 +1,4 @@
-"""Pure array functions that choose tokens and put them back, without Flax.
+"""Pure array functions that choose tokens and put them back; no Flax modules.
 
 They work on `[B, L]` scores and static counts:
 
@@ -6,7 +6,7 @@ They work on `[B, L]` scores and static counts:
 * `gates`: factor on the update of a chosen token, by its score;
 * `dispatch`: moves of tokens to the experts that they chose, and back;
 * `controls`: scores that ignore the tokens;
-* `merging`: tokens that become one;
+* `merging`: similar tokens that are merged into one;
 * `schedules`: capacity over depth and over training;
 * `thresholds`: the moving average of the k-th score.
 """

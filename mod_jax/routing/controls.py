@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def gaussian_scores(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Returns independent N(0, 1) scores: the paper's stochastic routing."""
+  """Returns independent N(0, 1) scores: Raposo et al.'s stochastic routing."""
   return jax.random.normal(key, shape, jnp.float32)
 
 
@@ -26,8 +26,8 @@ def stride_scores(position_BL: jax.Array, capacity: float) -> jax.Array:
   else two strides alternate to give the right fraction. The pattern is fixed
   and so causal: a token is chosen if its score exceeds 0.5.
   """
-  # Integers, because float32 is inexact at late positions; small, so that the
-  # product below fits in int32.
+  # The computation is in integers, because float32 is inexact at late
+  # positions, and in small ones, so that the product below fits in int32.
   max_denominator = 2**15
   ratio = fractions.Fraction(capacity).limit_denominator(max_denominator)
   ratio = max(ratio, fractions.Fraction(1, max_denominator))

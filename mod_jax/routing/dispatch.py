@@ -30,7 +30,7 @@ def give_slots(
 def inverse(index_BM: jax.Array, size: int) -> jax.Array:
   """Returns inverse_BN, int32: the m for which `index[m]` is n, or M if none.
 
-  Each value below `size` N is at most once in a row; others are ignored.
+  N is `size`. Each value below N may be once in a row; others are ignored.
   """
   count = index_BM.shape[1]
   entry_M = jnp.arange(count, dtype=jnp.int32)
@@ -48,8 +48,9 @@ def take(
 ) -> jax.Array:
   """Returns y_BMD, `y[m] = x[index[m]]`; zeros where the index is N.
 
-  Its gradient is a gather too, because a scatter would add row by row:
-  `inverse_BNJ` has up to J results for which each row is taken; M for none.
+  Its gradient is also a gather, because a scatter would add row by row. For
+  each row n, `inverse_BNJ` has the at most J indices m with `index[m]` = n, and
+  M in the remaining places.
   """
   del inverse_BNJ
   return _gather(x_BND, index_BM)

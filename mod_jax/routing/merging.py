@@ -1,7 +1,7 @@
-"""Choices of tokens that become one, and their combination.
+"""Merging of similar tokens: which are merged, and their means.
 
-A *place map* `place_BL` says of each of L tokens which of the K tokens
-afterwards holds it.
+A *place map* `place_BL` has for each of L tokens the index of the merged token,
+one of K, that contains it.
 """
 
 from collections.abc import Iterable
@@ -20,17 +20,18 @@ def match_tokens(metric_BLC: jax.Array, count: int, prefix: int) -> jax.Array:
   edges are merged. The even tokens that are left come first, then the odd ones.
 
   Args:
-    metric_BLC: what is compared.
+    metric_BLC: features by which tokens are compared.
     count: number of pairs, 0 < count <= (L - prefix) // 2.
     prefix: 1 if the first token is never merged and stays the first; 2 for the
       first two.
   """
   metric_BLC = metric_BLC.astype(jnp.float32)
   square_BL1 = (metric_BLC**2).sum(axis=-1, keepdims=True)
-  # Features of zero are similar to nothing, instead of NaN.
+  # A token whose features are all zero gets similarity 0, not NaN.
   metric_BLC *= jax.lax.rsqrt(jnp.maximum(square_BL1, 1e-30))
   even_BEC, odd_BOC = metric_BLC[:, ::2], metric_BLC[:, 1::2]
-  # In full precision: rounded factors would make nearby similarities tie.
+  # Multiply in full precision: rounded factors would make close similarities
+  # equal.
   similar_BEO = jnp.einsum(
     'BEC,BOC->BEO', even_BEC, odd_BOC, precision='highest'
   )
@@ -47,7 +48,7 @@ def match_tokens(metric_BLC: jax.Array, count: int, prefix: int) -> jax.Array:
   place_BL = jnp.zeros(metric_BLC.shape[:2], jnp.int32)
   place_BL = place_BL.at[:, ::2].set(jnp.where(merged_BE, into_BE, rank_BE))
   place_BL = place_BL.at[:, 1::2].set(odd_O)
-  if prefix == 2:  # The first odd token moves to before the even ones left.
+  if prefix == 2:  # Move token 1, the first odd one, to place 1.
     later_BL = (place_BL > 0) & (place_BL < left)
     place_BL = jnp.where(place_BL == left, 1, place_BL + later_BL)
   return place_BL
@@ -56,7 +57,7 @@ def match_tokens(metric_BLC: jax.Array, count: int, prefix: int) -> jax.Array:
 def merge_means(
   x_BLD: jax.Array, size_BL: jax.Array, place_BL: jax.Array, left: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns x_BKD, the means of tokens weighted by size, and their sizes.
+  """Returns x_BKD, means of tokens weighted by their sizes, and size_BK.
 
   `left` is K; each of the K places must hold a token.
   """
@@ -73,7 +74,7 @@ def merge_means(
 
 
 def trace(places: Iterable[jax.Array]) -> list[jax.Array]:
-  """Returns, after each place map, the place of each token of the first."""
+  """Returns, after each place map, the places of the tokens before them all."""
   traced = []
   for place_BL in places:
     if traced:

@@ -17,9 +17,9 @@ def layer_capacities(
     capacity: one fraction for all, or one for each routed layer.
     num_routed: number of routed layers.
     decay: ratio of the last routed layer's capacity to the first one's; in
-      between it falls geometrically with depth, in the spirit of p-MoD (Zhang
-      et al. 2024). The mean over layers stays `capacity`: layers that would
-      exceed 1 have 1, and the others more in return. 1 keeps it constant.
+      between, capacities fall geometrically with depth, in the spirit of p-MoD
+      (Zhang et al. 2024). Their mean stays `capacity`: layers that would exceed
+      1 have 1, and the others more in return. A decay of 1 is no decay.
   """
   if isinstance(capacity, tuple):
     require(
@@ -32,8 +32,8 @@ def layer_capacities(
   if num_routed < 2 or decay == 1:
     return (capacity,) * num_routed
   weight = [decay ** (i / (num_routed - 1)) for i in range(num_routed)]
-  # The layers with the largest weights have capacity 1, and the others share
-  # the rest of the budget by weight. Find the fewest such layers.
+  # Find the smallest number `full` of layers with capacity 1. They have the
+  # largest weights; the others share the rest of the budget by weight.
   largest = sorted(weight, reverse=True)
   for full in range(num_routed):
     budget = capacity * num_routed - full

@@ -86,7 +86,7 @@ def select_top_k(
   )
   score_BL = jax.lax.stop_gradient(score_BL).astype(jnp.float32)
   lowest = jnp.finfo(jnp.float32).min
-  # NaN becomes the lowest number too, as comparisons with it are False.
+  # NaN also becomes the lowest number, as comparisons with NaN are False.
   score_BL = jnp.where(score_BL > lowest, score_BL, lowest)
   if valid_BL is not None:
     score_BL = jnp.where(valid_BL, score_BL, -jnp.inf)
@@ -109,7 +109,7 @@ def select_top_k(
 def select_decided(
   decided_BL: jax.Array, slots: int, count_B: jax.Array | None = None
 ) -> Selection:
-  """Assigns slots to the tokens with True, in order of position.
+  """Assigns slots to the tokens that are True, in order of position.
 
   Later tokens that find no slot are left out, which keeps the choice causal. A
   row may fill `count_B` of its slots; all by default.

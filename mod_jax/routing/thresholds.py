@@ -46,9 +46,9 @@ class MovingThreshold:
 
 
 def mean_of_rows(kth_B: jax.Array) -> jax.Array:
-  """Returns the mean over rows with real tokens, which are not +inf.
+  """Returns the mean over rows that are not +inf; +inf if there are none.
 
-  It is +inf if there are none.
+  Rows without real tokens are +inf.
   """
   is_finite_B = kth_B < jnp.inf
   count = is_finite_B.sum(axis=0)
