@@ -1,7 +1,12 @@
 """Conditional computation in transformers, in JAX and Flax.
 
 `load` returns a trained or pretrained model with its weights. The public names
-are imported at their first use, so that `import mod_jax` takes no time.
+are imported at their first use, so that `import mod_jax` takes no time. The
+packages: `layers`, `models`, `losses` and `routing` compute; `data` has input
+pipelines, `tasks` modalities and methods, `train` the training loop; `runs` has
+the files of runs, `sweeps` and `studies` many runs; `pretrained` and `convert`
+load and export; `sampling` and `serving` generate text; `prove` compiles for
+other devices, `viz` draws figures, and `scripts` has the commands.
 """
 
 import importlib

@@ -93,7 +93,7 @@ Positives = tuple[Positive, Positive, Positive]  # One for each channel.
 Factor = Annotated[float, Range(gt=0, le=1000)]  # Multiplies activations.
 Weight = Annotated[float, Range(ge=0, le=10**6)]  # Multiplies a loss.
 Fraction = Annotated[float, Range(gt=0, le=1)]
-Proper = Annotated[float, Range(gt=0, lt=1)]  # Fraction that is not all.
+Proper = Annotated[float, Range(gt=0, lt=1)]  # A proper fraction.
 Probability = Annotated[float, Range(ge=0, le=1)]
 BelowOne = Annotated[float, Range(ge=0, lt=1)]
 # Decay of a moving average. A larger decay may round to 1 in float32, and the
@@ -212,7 +212,7 @@ def _is_number(value):
 
 
 def _fits_float32(number):
-  # Comparisons of ints with floats are exact, however large the ints.
+  # Python compares ints with floats exactly, however large the ints.
   return number == 0 or _FLOAT32[0] <= abs(number) <= _FLOAT32[1]
 
 

@@ -20,7 +20,7 @@ _FIRST = re.compile(
   rb' (coordination_service\w*|preemption_sync_manager|client)\.(cc|h):'
 )
 _END = b'Terminating process because the JAX distributed service detected'
-# Seconds without output after which such a line did not begin a dump.
+# Seconds without further output after which such a line counts as no dump.
 _PATIENCE = 5.0
 
 

@@ -114,7 +114,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
       batch = order[start : start + self._batch_size]
       # The last token is only a target.
       length = generation.bucket(max(len(rows[i][0]) for i in batch) - 1)
-      # A fixed number of rows, so that few shapes are compiled.
+      # The number of rows is fixed, so that few shapes are compiled.
       tokens_BL = np.zeros((self._batch_size, length + 1), np.int32)
       valid_BL = np.zeros(tokens_BL.shape, bool)
       valid_BL[:, 0] = True

@@ -171,7 +171,7 @@ class Scale:
   """Factor on the learning rate of a parameter, and its first step."""
 
   factor: float
-  first_step: float  # Or a fraction of all steps, as in the rules.
+  first_step: float  # A step, or a fraction of all steps, as in the rules.
 
 
 def scale_of(

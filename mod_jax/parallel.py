@@ -238,17 +238,17 @@ def per_device(function, inputs, outputs):
 
 
 def mean_over(x: jax.Array, name: str) -> jax.Array:
-  """Returns the mean over the devices that share an axis, in `per_device`."""
+  """Returns the mean over the devices that split an axis, in `per_device`."""
   return _over(jax.lax.pmean, x, name)
 
 
 def sum_over(x: jax.Array, name: str) -> jax.Array:
-  """Returns the sum over the devices that share an axis, in `per_device`."""
+  """Returns the sum over the devices that split an axis, in `per_device`."""
   return _over(jax.lax.psum, x, name)
 
 
 def max_over(x: jax.Array, name: str) -> jax.Array:
-  """Returns the maximum over devices that share an axis, in `per_device`."""
+  """Returns the maximum over devices that split an axis, in `per_device`."""
   return _over(jax.lax.pmax, x, name)
 
 

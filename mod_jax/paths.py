@@ -151,11 +151,11 @@ def walk(
   seen: set[pathlib.Path],
   repeated: Callable[[str, pathlib.Path], None] = lambda path, real: None,
 ) -> Iterator[tuple[str, list[str]]]:
-  """Yields folders and the names of their files, hidden folders left out.
+  """Yields a folder and the visible ones below it, with names of their files.
 
   Links are followed, but each folder is entered only once: folders whose real
   path is in `seen` are left out, and the real paths of entered folders are
-  added to it. `repeated(path, real_path)` is called for folders left out so.
+  added to it. `repeated(path, real_path)` is called for each one left out.
   """
   for folder, inner, files in os.walk(top, followlinks=True):
     children = sorted(name for name in inner if not name.startswith('.'))

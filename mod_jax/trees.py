@@ -60,7 +60,7 @@ def merge(
     source: nested dictionary of parameters with the same names; values are cast
       to the dtype of the fresh parameters.
     new: regular expressions of paths, matched whole, that may be missing from
-      the source, and then keep their values.
+      the source; their parameters keep the values of `fresh`.
     dropped: regular expressions of paths, matched whole, that only the source
       may have.
     describe: name of the source, for messages.

@@ -40,9 +40,9 @@ class AudioDataConfig:
     source: 'words' is synthetic speech (`data.formants`); 'folder' a directory
       of recordings, in a layout of `audio_files.recordings`.
     path: the directory, for 'folder'.
-    vocabulary: path of a `vocab.json`; '' makes one of the training
+    vocabulary: path of a `vocab.json`; '' makes a vocabulary from the training
       transcripts.
-    rate: samples per second that the model reads; others are resampled.
+    rate: samples per second that the model reads; recordings are resampled.
     buckets: lengths in seconds, ascending, to one of which each recording is
       padded; recordings longer than the last are left out.
     num_train: number of utterances to train on, for 'words'.

@@ -1,11 +1,11 @@
 """From decoded images to arrays: crops, augmentation and mixing.
 
 Images are RGB `PIL.Image`s of any size until they are cropped to S x S pixels
-(`size`), with Pillow's filter `resample`, and then normalised. Functions whose
-result is the same in every epoch (`center_crop`, `reduce`) come first. All
-randomness comes from the NumPy generator `rng` that is passed in, one for each
-image or batch. A batch has 'image', float32 [B, S, S, 3], and 'target', float32
-[B, V].
+(`size`), with Pillow's filter `resample`, and then normalised. What is not
+random (`center_crop`, `reduce`) is done first, so that its result can be
+cached. All randomness comes from the NumPy generator `rng` that is passed in,
+one for each image or batch. A batch has 'image', float32 [B, S, S, 3], and
+'target', float32 [B, V].
 """
 
 import dataclasses
@@ -172,7 +172,7 @@ def shift(
 
 
 def _affine(matrix):
-  """Returns an operation by the affine `matrix(level, width, height)`."""
+  """Returns the affine operation of a `matrix(level, width, height)`."""
   return lambda image, level, fill: image.transform(
     image.size,
     Image.Transform.AFFINE,

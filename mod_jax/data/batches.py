@@ -196,8 +196,8 @@ class Batches(grain.DatasetIterator):
     self._dataset = dataset
     self._workers = workers
     self._next_batch = 0
-    # Started on the first `next`, so that restoring a state does not start the
-    # workers twice.
+    # The first `next` starts the iterator, so that restoring a state does not
+    # start the workers twice.
     self._iterator = None
 
   def __next__(self) -> Batch:

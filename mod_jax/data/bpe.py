@@ -36,7 +36,7 @@ def open_tokenizer(
     hf_tokenizers.trainers.BpeTrainer(
       vocab_size=vocab_size,
       special_tokens=['<|endoftext|>'],
-      # All bytes, so that any text can be encoded.
+      # Include all bytes, so that any text can be encoded.
       initial_alphabet=hf_tokenizers.pre_tokenizers.ByteLevel.alphabet(),
       show_progress=False,
     ),

@@ -36,7 +36,7 @@ QUESTIONS = TOPICS[:-1]
 # Scenes that are tried for a wanted answer; few have a rare one, such as some
 # sums.
 _TRIES = 500
-_DRAWS = 200  # Topics and answers that are tried for a question.
+_DRAWS = 200  # Pairs of topic and answer that are tried for a question.
 # Least distance of two digits whose places are compared, as a fraction of the
 # picture's side.
 _APART = 0.03

@@ -8,7 +8,7 @@ CIFAR-10-C has other strengths for 32 x 32. Here one table fits all sizes:
               the side; equal to ImageNet-C's at 224 pixels. With a constant
               deviation, larger patches of large images would average it out.
   blur        Gaussian, with a width proportional to the side.
-  contrast    no difference.
+  contrast    the same strengths for all sizes.
   pixelation  into the same number of cells at all sizes from 32 pixels up. A
               pixel that overlaps two cells is averaged by area.
 

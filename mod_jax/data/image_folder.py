@@ -39,7 +39,7 @@ _EXTENSIONS = frozenset(
 )
 # For security: some of Pillow's readers for other formats run programs.
 _FORMATS = ('JPEG', 'PNG', 'WEBP', 'BMP', 'GIF', 'TIFF', 'PPM')
-MAX_PIXELS = 100_000_000  # Of one image; decoded, these take 300 MB.
+MAX_PIXELS = 100_000_000  # Most pixels of an image; decoded, they take 300 MB.
 _NAMED = 3  # Items that a message names; it only counts the rest.
 _CHECK_THREADS = 16
 _CHECK_CHUNK = 256

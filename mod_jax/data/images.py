@@ -4,7 +4,8 @@ Everything here is NumPy; the training loop places batches on devices. A batch
 is a dict of arrays (S is `config.image_size`, V the number of classes):
 
   image   float32 [B, S, S, 3]  `(value / 255 - mean) / std`
-  target  float32 [B, V]        training: soft labels, each row sums to 1
+  target  float32 [B, V]        training: soft labels; rows sum to 1, except
+                                with a table of labels
   label   int32 [B]             evaluation; with a table of labels, where any
                                 number may be true, 0 or 1 as int32 [B, V]
   weight  float32 [B]           evaluation: 0 for rows that only fill a batch
@@ -102,7 +103,7 @@ class Preprocess:
 def as_image(picture) -> Image.Image:
   """Returns a picture as RGB: a path, a Pillow image or an array.
 
-  The first two are turned upright, as their EXIF data say.
+  Files and Pillow images are turned upright, as their EXIF data say.
   """
   if isinstance(picture, str | os.PathLike):
     return image_folder.decode(os.fspath(picture), f'image {str(picture)!r}')
@@ -140,7 +141,7 @@ class ImageDataConfig:
     eval_fraction: part of each class that is held out, chosen by a hash of the
       file names, if the folder has no evaluation split; at least one image.
     name: data set name, or the directory of a prepared one, for 'tfds'.
-    data_dir: where TFDS keeps data; None is its own default.
+    data_dir: where TFDS keeps data; None is the default of TFDS.
     train_split: split for training, for 'tfds'.
     eval_split: split for evaluation, for 'tfds'.
     image_size: height and width of the model's input in pixels.
@@ -349,7 +350,7 @@ def train_iterator(
   dataset = batches.GlobalRows(dataset, rows, start - extra, batch_size + extra)
   dataset = dataset.batch(batch_size + extra, drop_remainder=True)
   if mixes:
-    # Another seed, so that the random numbers differ from the augmentation's.
+    # Use another seed, so that mixing draws other numbers than augmentation.
     mix_seed = np.random.SeedSequence((seed, 0)).generate_state(1)
     dataset = dataset.random_map(
       functools.partial(augment_lib.mix, config=config.augment),

@@ -119,7 +119,7 @@ class Tokens:
     return np.concatenate(starts)
 
   def read(self, start: int, stop: int) -> np.ndarray:
-    """Returns tokens [start, stop) as int32; refuses ids above `vocab_size`."""
+    """Returns tokens [start, stop) as int32; refuses ids >= `vocab_size`."""
     self._check()
     first = int(np.searchsorted(self._begins, start, 'right')) - 1
     last = int(np.searchsorted(self._begins, stop, 'left'))

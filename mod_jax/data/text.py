@@ -70,7 +70,7 @@ class TextDataConfig:
     tfds_name: data set name, or the directory of a prepared one.
     tfds_split: split for training.
     tfds_eval_split: split for evaluation.
-    tfds_dir: where TFDS keeps data; '' is its own default.
+    tfds_dir: where TFDS keeps data; '' is the default of TFDS.
     tfds_text_key: the feature with the text.
     tokenizer: 'bytes' needs no file; 'bpe' is learned from the training files
       and cached; the others read `tokenizer_path`. Ignored for a prepared

@@ -79,7 +79,7 @@ class TfdsImages:
     return key, functools.partial(_to_image, record[_IMAGE], what), label
 
   def _label(self, index: int, record) -> int:
-    # Unlabelled splits have -1.
+    # Records of unlabelled splits have the label -1.
     label = int(record[_LABEL])
     if not 0 <= label < len(self.class_names):
       raise errors.UserError(

@@ -40,8 +40,8 @@ _DECLARING = ('special_tokens_map.json', 'tokenizer_config.json')
 # Larger ids are refused: memory grows with the largest id, used or not.
 _MAX_VOCAB = 2**20
 CHAT_TEMPLATE = 'chat_template.jinja'
-# Preceding tokens that `decode_after` decodes: one character takes at most 4
-# bytes of UTF-8, and thus at most 4 tokens.
+# Number of preceding tokens that `decode_after` also decodes: one character
+# takes at most 4 bytes of UTF-8, and thus at most 4 tokens.
 CONTEXT = 4
 
 
@@ -55,7 +55,7 @@ def _printable(surface: bytes) -> str:
 
 
 class Tokenizer(abc.ABC):
-  """Text to integers and back.
+  """Converts text to token ids and back.
 
   Attributes:
     vocab_size: number of ids; every id is in [0, vocab_size).
@@ -129,7 +129,7 @@ class Tokenizer(abc.ABC):
     the space before the first word.
     """
     before = [*before][-CONTEXT:]
-    # If tokens are bytes, `before` may begin within a character: drop its rest.
+    # With byte tokens, `before` may begin within a character: drop that part.
     while (text := self.decode(before)).startswith(REPLACEMENT):
       before = before[1:]
     whole = self.decode([*before, *ids])

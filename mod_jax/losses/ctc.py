@@ -68,9 +68,9 @@ def edits(said: Sequence, heard: Sequence) -> int:
 def error_rate(pairs: Iterable[tuple[Sequence, Sequence]]) -> float:
   """Returns the number of edits of all pairs over the length of all references.
 
-  The pairs are (reference, transcript): of words for the word error rate, of
-  characters for the character error rate. The result is not the mean of the
-  pairs' rates, and may exceed 1. It is NaN if all references are empty.
+  The pairs are (said, heard), a reference and a transcript: words for the word
+  error rate, characters for the character error rate. The result is not the
+  mean of the pairs' rates, and may exceed 1. NaN if all references are empty.
   """
   total = length = 0
   for said, heard in pairs:

@@ -101,7 +101,7 @@ class SetLosses:
   Attributes:
     classes: cross-entropy over queries, divided by the sum of their weights.
     l1: distance of matched boxes, divided by the number of objects.
-    giou: 1 - GIoU of matched boxes, divided likewise.
+    giou: 1 - GIoU of matched boxes, divided by the number of objects.
   """
 
   classes: Pair

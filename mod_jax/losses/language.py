@@ -42,7 +42,7 @@ def head_loss(
   product is computed twice (as in the fused loss of Hsu et al. 2024, Liger
   Kernel). Tokens and vocabulary may be sharded.
   Products are in the dtype of x, sums in float32. `chunk` is the number of
-  tokens per chunk on each device; None chooses it as above `_LOGITS`.
+  tokens per chunk on each device; None chooses it by `_LOGITS` and `_TOKENS`.
   """
   total = _head_loss(chunk, x_BLD, kernel_DV, targets_BL, weights_BL)
   return total, jnp.sum(weights_BL)

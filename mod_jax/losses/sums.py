@@ -25,7 +25,7 @@ MetricSums = dict[str, Pair | Rows]  # Keyed by the metric's name.
 
 
 def add(a: Mapping[str, Pair], b: Mapping[str, Pair]) -> MetricSums:
-  """Returns the sum of both by name, or the only value; joins `Rows`."""
+  """Adds pairs and joins `Rows` of the same name; keeps all other values."""
   sums = dict(a)
   for name, value in b.items():
     if name not in sums:

@@ -4,7 +4,7 @@ They work on `[B, L]` scores and static counts:
 
 * `selection`: top-k and causal choices with static shapes, gather, scatter;
 * `gates`: factor on the update of a chosen token, by its score;
-* `dispatch`: moves of tokens to the experts that they chose, and back;
+* `dispatch`: moves tokens to the experts that they chose, and back;
 * `controls`: scores that ignore the tokens;
 * `merging`: similar tokens that are merged into one;
 * `schedules`: capacity over depth and over training;

@@ -1,4 +1,4 @@
-"""Moves of tokens to the experts that they chose, and back.
+"""Moves tokens to the experts that they chose, and back.
 
 An assignment is a pair of a token and an expert. Each token has up to J
 assignments, which are ordered by token.
@@ -30,7 +30,7 @@ def give_slots(
 def inverse(index_BM: jax.Array, size: int) -> jax.Array:
   """Returns inverse_BN, int32: the m for which `index[m]` is n, or M if none.
 
-  N is `size`. Each value below N may be once in a row; others are ignored.
+  N is `size`. Values below N may occur only once in a row; others are ignored.
   """
   count = index_BM.shape[1]
   entry_M = jnp.arange(count, dtype=jnp.int32)

@@ -17,7 +17,7 @@ def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
   `raw` is the score itself (Raposo et al. 2024, Eq. 1). `alpha_sigmoid` is
   alpha · sigmoid, which for alpha = 2 is 1 at score 0; `one_plus_tanh` is near
   1 for small scores, and so is `alpha_tanh`, 1 + alpha · tanh, of which p-MoD
-  (Zhang et al. 2024) takes alpha = .2. They suit pretrained weights.
+  (Zhang et al. 2024) takes alpha = .2. These three suit pretrained weights.
   """
   require(kind in GATES, f'one of {", ".join(GATES)}', gate=kind)
   score = score.astype(jnp.float32)

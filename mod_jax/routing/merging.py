@@ -74,7 +74,7 @@ def merge_means(
 
 
 def trace(places: Iterable[jax.Array]) -> list[jax.Array]:
-  """Returns, after each place map, the places of the tokens before them all."""
+  """Composes place maps; returns the original tokens' places after each one."""
   traced = []
   for place_BL in places:
     if traced:

@@ -49,9 +49,9 @@ def for_lengths(
 def select_tokens(score_BL: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   """Returns the k best positions in sequence order, and their scores.
 
-  The choice of Mixture-of-Depths (Raposo et al. 2024, Eq. 1): exact top-k, with
-  ties broken in favour of the lowest position. idx_BK is int32, ascending, and
-  has no gradient.
+  This is the choice of Mixture-of-Depths (Raposo et al. 2024, Eq. 1): exact
+  top-k, with ties broken in favour of the lowest position. The positions are
+  int32, ascending, and have no gradient.
   """
   selection = select_top_k(score_BL, k)
   score_BK = jnp.take_along_axis(score_BL, selection.index_BK, axis=-1)
