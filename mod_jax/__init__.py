@@ -2,11 +2,16 @@
 
 `load` returns a trained or pretrained model with its weights. The public names
 are imported at their first use, so that `import mod_jax` takes no time. The
-packages: `layers`, `models`, `losses` and `routing` compute; `data` has input
-pipelines, `tasks` modalities and methods, `train` the training loop; `runs` has
-the files of runs, `sweeps` and `studies` many runs; `pretrained` and `convert`
-load and export; `sampling` and `serving` generate text; `prove` compiles for
-other devices, `viz` draws figures, and `scripts` has the commands.
+packages:
+
+* `layers`, `models`, `routing`, `losses`: models and what they compute;
+* `data`, `tasks`, `train`: input pipelines, tasks, and the training loop;
+* `runs`, `sweeps`: the files of a run; many runs and their evaluation;
+* `studies`, `viz`: analyses of trained models; figures;
+* `pretrained`, `convert`: loading, routing and export of weights;
+* `sampling`, `serving`: generation; an HTTP server;
+* `prove`: training steps compiled for TPUs that need not be there;
+* `scripts`: console commands.
 """
 
 import importlib

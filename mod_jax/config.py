@@ -107,7 +107,7 @@ Steps = Count | Proper
 
 
 def steps_of(part, num_steps):
-  """Returns `Steps` as a number; a fraction gives at most `num_steps - 1`."""
+  """Returns `Steps` as a number of steps; a fraction never gives all steps."""
   if isinstance(part, int):
     return part
   return min(round(part * num_steps), num_steps - 1)

@@ -33,12 +33,10 @@ Topic = Literal[
 TOPICS: tuple[Topic, ...] = get_args(Topic)
 # Topics that ask for a single answer; 'digits' asks for the scene's caption.
 QUESTIONS = TOPICS[:-1]
-# Scenes that are tried for a wanted answer; few have a rare one, such as some
-# sums.
+# Scenes that are tried for a wanted answer; few have a rare one, as some sums.
 _TRIES = 500
 _DRAWS = 200  # Pairs of topic and answer that are tried for a question.
-# Least distance of two digits whose places are compared, as a fraction of the
-# picture's side.
+# Least distance of two digits to compare, as a fraction of the picture's side.
 _APART = 0.03
 _WORDS = (
   *('zero', 'one', 'two', 'three', 'four'),
@@ -101,15 +99,15 @@ class ConversationDataConfig:
       format of LLaVA, with `image` and `conversations` of each example; 'table'
       is a TSV or Parquet file with columns `image`, `question` and `answer`.
     scenes: what scenes are made of, for 'scenes'.
-    topics: topics of questions about scenes, drawn equally often from these.
+    topics: topics of questions about scenes, each drawn equally often.
     marks: whether in training each image token that shows a digit of a scene
       must also predict that digit. A model that is trained from scratch then
       learns to read digits many times as fast; other models have a pretrained
       tower.
     path: the file, for 'llava' and 'table'.
     folder: directory of the file's pictures; '' is the directory of the file.
-    eval_fraction: fraction of a file's pictures that is held out, with all
-      examples whose first picture it is.
+    eval_fraction: fraction of a file's pictures to hold out, with all examples
+      that have one of these as the first picture.
     image_size: height and width of the tower's input in pixels.
     crop_fraction: side of the centred square crop over the resized picture's
       shorter side.
