@@ -58,7 +58,7 @@ def absolute(path) -> epath.Path:
 
 
 def missing(path, field='') -> UserError:
-  """Returns the error for a missing path, which a config field may hold."""
+  """Returns the error for a missing path, of a config field if given."""
   name, folder = os.fspath(path), expand(path)
   parent_exists = folder.parent.is_dir()
   siblings = folder.parent.iterdir() if parent_exists else ()

@@ -1,4 +1,4 @@
-"""Checks and transforms for both text and image pipelines."""
+"""Checks and transforms that several pipelines share."""
 
 from collections.abc import Mapping, Sequence
 import threading

@@ -114,7 +114,7 @@ def fingerprint(path: str, group: str) -> dict[str, Any]:
 
 
 def check(path: str, group: str) -> None:
-  """Compares all shards of a group with their hashes, byte for byte."""
+  """Raises errors.UserError unless a group's shards match their hashes."""
   fingerprint(path, group)
   verification = _WholeCheck(_hashes(path, group))
   verification.run()
