@@ -22,7 +22,7 @@ from jax.interpreters import batching, mlir
 PLATFORMS = {'pallas': 'tpu', 'triton': 'cuda'}
 _DEVICES = {'tpu': 'a TPU', 'cuda': 'an NVIDIA GPU'}
 
-# Whether kernels are interpreted; and the backend to use if none is named.
+# (Whether kernels are interpreted, the backend to use if none is requested).
 _INTERPRET = contextvars.ContextVar('interpret', default=(False, None))
 # Block sizes to try, as (name, size) pairs; see `tiles`.
 TRIED = contextvars.ContextVar('tried', default=())
@@ -90,19 +90,19 @@ def is_concrete(*args) -> bool:
 
 
 def at_most(size, most: int) -> int:
-  """Returns the minimum of a dimension and `most`; `most` for a symbol."""
+  """Returns the minimum of a dimension and `most`; `most` if it is symbolic."""
   return min(size, most) if isinstance(size, int) else most
 
 
 def wrong_types(
   names: str, arrays, types=('float32', 'bfloat16')
 ) -> str | None:
-  """Returns why kernels do not take arrays, or None; see `Backend.lacks`.
+  """Returns why kernels do not support dtypes, or None; see `Backend.lacks`.
 
   Args:
-    names: of the arrays, for the message.
-    arrays: which must be of one type.
-    types: which it may be.
+    names: names of the arrays, for the message.
+    arrays: arrays, which must all have the same dtype.
+    types: names of the dtypes that kernels support.
   """
   found = [x.dtype.name for x in arrays]
   if found[0] in types and len(set(found)) == 1:
@@ -134,13 +134,13 @@ class Backend:
       by `jit`.
     platform: platform for which the kernels are compiled; None if it runs
       anywhere.
-    default_on: platforms on which the backend may be chosen if none is
-      requested, by order in the list; None for all on which it runs, () for
-      none.
+    default_on: platforms on which the backend may run if none is requested; the
+      first such backend in the list runs. None for all platforms that it
+      supports, () for none.
     lacks: takes the operation's arguments; returns why the backend does not
       support them, as the end of a sentence that also names a remedy, or None.
     suits: takes the operation's arguments; returns whether the backend is
-      efficient for them. Only asked if no backend is requested.
+      efficient for them. Only called if no backend is requested.
   """
 
   name: str
@@ -161,7 +161,7 @@ class Backend:
 class Op:
   """An operation: its backends in order of preference.
 
-  The last one is the reference, which runs anywhere and supports all arguments.
+  The last backend, the reference, runs anywhere and supports all arguments.
   """
 
   def __init__(self, *backends: Backend):
@@ -219,9 +219,9 @@ class Op:
     """Runs a function of one of the backends.
 
     Args:
-      function: its name in the backends' modules.
+      function: name of the function in the backends' modules.
       chosen: result of `choose`. A single backend runs or raises; of several,
-        the first one for the platform of lowering runs.
+        the first that supports the platform of lowering runs.
       *arrays: array arguments; None for an absent one.
       **static: arguments that are not arrays.
 
@@ -249,7 +249,7 @@ class Op:
     for name in chosen:
       backend = by_name[name]
       if backend.platform is None and backend.default_on is None:
-        break  # It runs anywhere, as the reference does at the latest.
+        break  # Runs anywhere; at the latest, the reference is reached.
       for platform in backend.default_on or (backend.platform,):
         platforms.setdefault(platform, compute(name))
     return jax.lax.platform_dependent(
@@ -259,10 +259,10 @@ class Op:
 
 @functools.cache
 def _compute(backend, function, static_args, settings):
-  """Returns a backend's function of arrays alone, which is loaded when called.
+  """Returns a jitted function of arrays, which imports the backend when called.
 
-  It is the same each time, and another one for other `settings`: so it is
-  compiled once, even where it is called outside of a jitted function.
+  Equal arguments give the same function, so it is compiled once, even if it is
+  called outside of `jax.jit`. Other `settings` give a function to trace anew.
   """
   del settings
 

@@ -32,18 +32,18 @@ def as_column(row_1N):
 
 
 def block_of(length: int, most: int) -> int:
-  """Returns the largest divisor of `length` that fills whole lanes.
+  """Returns the largest multiple of LANES, up to `most`, that divides `length`.
 
-  It is at most `most`; if there is none, the result is `length`.
+  Returns `length` if there is none.
   """
   sizes = range(LANES, min(length, most) + 1, LANES)
   return max((b for b in sizes if not length % b), default=length)
 
 
 def of_present(kernel, inputs):
-  """Returns a kernel that gets no blocks of the inputs that are None.
+  """Returns a kernel that takes blocks only of the inputs that are not None.
 
-  The given one is called with None in their places.
+  It calls `kernel` with None in the places of the other inputs.
   """
 
   def present(*refs):

@@ -10,9 +10,9 @@ import numpy as np
 from mod_jax_kernels import dispatch
 
 _OPTIONS = {
-  # JAX assembles what Triton compiles, and by default Triton writes for the
-  # assembler that it brings itself, which may be newer than JAX's. That of CUDA
-  # 12.8 and later reads this version.
+  # Version of PTX that Triton writes. JAX assembles PTX with the assembler of
+  # CUDA, which may be older than the one that Triton writes for by default. The
+  # assemblers of CUDA 12.8 and later read this version.
   'ptx_version': 87,
   'enable_fp_fusion': True,
 }
@@ -78,15 +78,15 @@ def triton_call(
 
 
 def block_of(dimension: int, most: int) -> int:
-  """Returns a block size for a dimension: a power of two, as blocks have.
+  """Returns a block size for a dimension: the next power of two, up to `most`.
 
-  It is 16 at least, since products take no less, and `most` at most.
+  It is at least 16, the smallest size that Triton's products support.
   """
   return min(most, max(16, 1 << (dimension - 1).bit_length()))
 
 
 class _Tensor:
-  """A NumPy array with what the interpreter uses of PyTorch's tensors."""
+  """A NumPy array with the methods of a PyTorch tensor that Triton calls."""
 
   def __init__(self, array: np.ndarray):
     self.array = array
@@ -122,7 +122,7 @@ class _Tensor:
 
 def _interpret(kernel, values, out_type, grid, meta):
   out_types = jax.tree.leaves(out_type)
-  # Filled with NaN or -1, so that tests notice elements that are not written.
+  # Fill with NaN or -1, so that tests notice elements that are not written.
   outputs = [_poisoned(x.shape, np.dtype(x.dtype)) for x in out_types]
   tensors = [_Tensor(np.array(x)) if hasattr(x, 'shape') else x for x in values]
   interpreted(kernel)[grid](*tensors, *map(_Tensor, outputs), **meta)
@@ -144,8 +144,8 @@ def interpreted(kernel):
   _mend_dot()
   function = kernel.fn
   names = dict(function.__globals__)
-  # Replace the functions that it calls too, in a copy of its globals, because
-  # the compiler needs the originals.
+  # Also replace the `triton.jit` functions that the kernel calls, in a copy of
+  # its globals, because the compiler needs the original functions.
   for name in function.__code__.co_names:
     if isinstance(names.get(name), JITFunction):
       names[name] = interpreted(names[name])
@@ -158,7 +158,7 @@ def interpreted(kernel):
 
 @functools.cache
 def _mend_dot():
-  """Fixes bfloat16 products in the interpreter, which multiplies the bits."""
+  """Fixes bfloat16 products: the interpreter multiplies bits as integers."""
   import triton.language as tl
   from triton.runtime import interpreter
 

@@ -56,7 +56,8 @@ class ACMConfig(Slot):
   def flops(self, tokens):
     """Returns forward FLOPs by part, with all learners.
 
-    Adapters of learners do not count: they are multiplied out once per batch.
+    Adapters of learners do not count: they are added to the kernels once per
+    batch.
     """
     return {
       'learners': tokens * self.num_learners * self.learner_flops,
@@ -101,7 +102,7 @@ class ACMConfig(Slot):
 
   @property
   def gate_hidden(self) -> int:
-    """Hidden units of the gate, for one percent of the cost of all learners."""
+    """Hidden units of a gate that costs one percent of all learners."""
     cost = self.num_learners * self.learner_flops / 100
     # A single unit could hardly distinguish the choices.
     return max(2, int(cost / (2 * (self.inputs + self.num_choices))))
@@ -113,9 +114,10 @@ class ACMConfig(Slot):
 
 
 def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
-  """Returns an adaptive FFN of the dense one's cost; may run no learners.
+  """Returns an adaptive FFN that costs as much as a dense one.
 
-  `hidden` is the dense FFN's hidden units; keywords are fields of `ACMConfig`.
+  By default its gate may choose no learners. `hidden` is the dense FFN's number
+  of hidden units; keywords are fields of `ACMConfig`.
   """
   learners = kwargs.get('num_learners', ACMConfig.num_learners)
   require(
@@ -130,9 +132,9 @@ def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
 
 
 def projection_config(inputs: int, outputs: int, **kwargs) -> ACMConfig:
-  """Returns an adaptive projection of the dense one's cost; at least one runs.
+  """Returns an adaptive projection that costs as much as a dense one.
 
-  Keywords are fields of `ACMConfig`.
+  At least one learner runs. Keywords are fields of `ACMConfig`.
   """
   learners = kwargs.get('num_learners', ACMConfig.num_learners)
   # Match the parameters: the dense map has inputs · outputs + outputs, and a
@@ -246,7 +248,7 @@ class ACM(nn.Module):
     choice = Choice(chosen_BL.astype(jnp.int32), logits_BLM)
     match mode:
       case 'all':
-        # `cumsum` takes forty times as long on CPUs.
+        # Add in a loop: `cumsum` takes forty times as long on CPUs.
         sums = [jnp.zeros((*z_BLD.shape[:2], config.outputs), self.dtype)]
         for y_BLD in self._each(z_BLD):
           sums.append(sums[-1] + y_BLD)
@@ -398,8 +400,8 @@ class AdaptiveConfig:
         f'projections alone, such as {(PROJECTIONS,)}, or experts=None',
         **{'adaptive.replace': self.replace},
       )
-      # Hidden units of a feed-forward with two kernels at the same cost, since
-      # a gated one has three.
+      # Hidden units of a feed-forward with two kernels that costs as much as
+      # this one, which has three kernels if it is gated.
       hidden = sum(slot.flops(1).values()) // (4 * width)
       return ffn_config(width, hidden, **common)
     return projection_config(

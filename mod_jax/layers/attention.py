@@ -30,14 +30,14 @@ class AttentionConfig:
   # Base of the rotary embedding's wavelengths; None for no rotary embedding.
   rope_theta: float | None = None
   rope_scaling: rope.RopeScaling | None = None  # Scaling of wavelengths.
-  # Most tokens that each token sees: itself and those right before it; None for
-  # all. Distances are those in the text, even if the block is routed.
+  # How many tokens each token sees at most: itself and those right before it;
+  # None = all. Also in a routed block, distances are those in the whole text.
   window: config_lib.Size | None = None
   # Epsilon of an RMS norm of each head's queries and keys before the rotation;
   # None for no norm.
   qk_norm: config_lib.Epsilon | None = None
   bias: bool = False  # Biases of all projections.
-  qkv_bias: bool | None = None  # Of query, key, value; None = `bias`.
+  qkv_bias: bool | None = None  # Biases of query, key, value; None = `bias`.
   out_scale: float = 1.0  # Factor on the initial std of the `out` kernel.
   implementation: str | None = None  # See mod_jax_kernels.attention.
   # Replacements of dense projections by name: `query`, `key`, `value`, `out`.
@@ -54,7 +54,7 @@ class AttentionConfig:
 
   @classmethod
   def of_encoder(cls, width: int, num_heads: int, **fields):
-    """Returns attention of all tokens to all, with biases."""
+    """Returns the config of attention from all tokens to all, with biases."""
     return cls(
       width=width,
       num_heads=num_heads,
@@ -102,10 +102,11 @@ class AttentionConfig:
   ) -> dict[str, int]:
     """Returns forward FLOPs by part for one sequence.
 
-    Counts causal pairs only, or, with `full_pairs`, all that an implementation
-    computes which masks afterwards. Cross-attention reads `source_tokens`. `of`
-    is the length of the text from which the tokens are chosen: with a window,
-    pairs are the expected number for a uniformly random choice.
+    Counts only pairs of query and key that the causal mask and window leave;
+    with `full_pairs`, all pairs, as an implementation computes that masks
+    afterwards. Cross-attention reads `source_tokens`. `of` is the length of the
+    text from which the tokens are chosen; None if they are the whole text. With
+    a window, the number of pairs is the expected one for a random choice.
     """
     keys = tokens if source_tokens is None else source_tokens
     pairs = tokens * keys
@@ -140,9 +141,9 @@ class BlockOutput:
     aux: further results by kind. `attention`, if requested, is float32
       score_BL, the attention that each token received; each row sums to 1. The
       other kinds come from the slots, as dictionaries by slot name. A block
-      that reduces tokens adds `merged_into`, its place map.
-    reduced: the tokens that the update belongs to, if they are not those that
-      came in; None if they are.
+      that reduces tokens adds `merged_into`, the `Reduced.place_BL`.
+    reduced: the tokens that the update belongs to, a `Reduced`, if the block
+      reduced their number; else None.
   """
 
   update_BLD: jax.Array
@@ -162,8 +163,8 @@ class Attention(nn.Module):
 
   In cross-attention every token sees the whole source, without rotation.
 
-  Queries, keys, which of them are real and their sizes are sown as
-  intermediates, for pictures of attention.
+  Queries, keys, their validity and their sizes are sown as intermediates, from
+  which pictures of the attention are drawn.
   """
 
   config: AttentionConfig
@@ -184,9 +185,9 @@ class Attention(nn.Module):
   ) -> BlockOutput:
     """Returns the residual update, the cache and the aux.
 
-    `info` is in ascending position. `cache` has keys and values of earlier
-    tokens, `rows_B` the cache row of each row in the batch, if they differ.
-    Keys and values of a cross-attention's `source` are not cached.
+    Positions in `info` must ascend. `cache` has keys and values of earlier
+    tokens. `rows_B` is the cache row of each row in the batch; None if they are
+    the same. Keys and values of a cross-attention's `source` are not cached.
     """
     config = self.config
     aux = {}
@@ -257,7 +258,7 @@ class Attention(nn.Module):
     return BlockOutput(update_BLD, cache, aux)
 
   def _attend(self, q_BLHC, k_BLGC, v_BLGC, info, cache, rows_B, source):
-    """Returns what was attended to, the `mean` score or None, and the cache."""
+    """Returns out_BLHC, the score (None unless it is `mean`), and the cache."""
     config, scored, score_BL = self.config, self.score == 'mean', None
     if source is not None and scored:
       out_BLHC, score_BL = _scored_over(
@@ -270,7 +271,8 @@ class Attention(nn.Module):
       if scored:
         score_BL = _masked_score(q_BLHC, k_BLGC, info.keep_BL)
     elif info.size_BL is not None:
-      # A key counts `size` times. The kernels take no bias.
+      # The bias makes a key count `size` times. Use JAX's attention here, since
+      # `mod_jax_kernels.attention` takes no bias.
       self.sow('intermediates', 'sizes', info.size_BL)
       bias_BHLS = jnp.log(info.size_BL)[:, None, None]
       out_BLHC = jax.nn.dot_product_attention(q_BLHC, k_BLGC, v_BLGC, bias_BHLS)
@@ -288,7 +290,7 @@ class Attention(nn.Module):
 
 
 def _last_score(config: AttentionConfig, q_BLHC, k_BLGC, info: TokenInfo):
-  """Returns score_BL: what each row's last token of the prompt attends to."""
+  """Returns score_BL: attention from the last token of each row's prompt."""
   asks_BL = info.of_kinds(tuple(kind for kind in KINDS if kind != 'answer'))
   seen_BL = jnp.cumsum(asks_BL[:, ::-1], axis=-1)[:, ::-1] > 0
   if info.valid_BL is not None:
@@ -306,7 +308,7 @@ def _last_score(config: AttentionConfig, q_BLHC, k_BLGC, info: TokenInfo):
 def attention_map(
   q_BQHC: jax.Array, k_BSHC: jax.Array, keep_BS: jax.Array | None = None
 ) -> jax.Array:
-  """Returns weight_BHQS, float32: the attention weights on keys with `keep`."""
+  """Returns weight_BHQS, float32; keys with `keep_BS` of 0 get no attention."""
   logit_BHQS = jnp.einsum(
     'BQHC,BSHC->BHQS', q_BQHC, k_BSHC, preferred_element_type=jnp.float32
   )
@@ -379,7 +381,8 @@ def _masked_score(q_BLHC, k_BLHC, keep_BL):
 
 # Caches with fewer slots than this are cheap enough to read whole.
 _SHORT = 64
-# Most queries of a step that decodes, or checks some tokens of a draft.
+# On GPUs, at most this many queries (for decoding, or to check draft tokens)
+# attend by XLA's operations.
 _FEW = 16
 
 
@@ -387,12 +390,14 @@ def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
   """Returns out_BLHC of queries that see the cached tokens before them.
 
   Reading caches dominates the time of decoding, so only the first eighth,
-  quarter or half of a large cache is read while all sequences fit into it. A
-  prompt that may need more than that has no such variants to compile; nor has a
-  GPU, whose host would wait for each block to choose one.
+  quarter or half of a large cache is read while all sequences fit into it.
+  Parts that are smaller than the number of queries, as of a long prompt, are
+  not compiled. A GPU always reads the whole cache, since the host would have to
+  wait for each block before it could choose a part.
   """
   on_gpu = choice.platform() == 'cuda'
-  # cuDNN takes heads behind slots, and so a copy of the cache.
+  # cuDNN needs the axis of heads after that of slots, so it would copy the
+  # whole cache.
   own = on_gpu and q_BLHC.shape[1] <= _FEW
 
   def attend(slots):
@@ -428,7 +433,8 @@ def _seen(config: AttentionConfig, position_BL, position_BS):
   return visible_BLS
 
 
-# Batch and heads may be sharded over devices, but not tokens.
+# Axes of queries, keys and values: batch and heads may be sharded over devices,
+# but not tokens.
 _HEADS = ('batch', 'length', 'act_heads', None)
 
 
@@ -453,7 +459,7 @@ def _attended(
   info: TokenInfo,
   source: Source | None = None,
 ):
-  """Returns out_BLHC of whole sequences, or over all tokens of a source."""
+  """Returns out_BLHC of attention in whole sequences, or to a whole source."""
   segment_BL = visible_BLS = None
   if source is not None:
     if source.valid_BS is not None:
@@ -493,9 +499,10 @@ def _attended(
 
 
 def _scored_over(source: Source, q_BLHC, k_BSHC, v_BSHC, valid_BL):
-  """Returns out_BLHC of a source, and the attention its tokens received.
+  """Returns out_BLHC of attention to a source, and the source's score_BS.
 
-  The mean is over heads and real queries.
+  The score is the attention that each token of the source received, averaged
+  over heads and real queries.
   """
   weight_BHLS = attention_map(q_BLHC, k_BSHC, source.valid_BS)
   out_BLHC = jnp.einsum(

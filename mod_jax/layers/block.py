@@ -32,12 +32,12 @@ class BlockConfig(config_lib.Validated):
   # None for none.
   cross_attention: AttentionConfig | None = None
   mlp: Slot  # The feed-forward.
-  # Leaves fewer tokens after the attention; None for all.
+  # How the number of tokens is reduced after the attention; None = not at all.
   reduction: BlockReduction | None = None
   norm: Literal['rms', 'layer'] = 'rms'
   # Where the norms are: `pre`, on the input of attention and feed-forward; or
-  # `post`, on the sum of input and result (Vaswani et al. 2017). Then the
-  # block's update is its output minus its input.
+  # `post`, on the sum of input and result (Vaswani et al. 2017). With `post`,
+  # the block's update is its output minus its input.
   norm_place: Literal['pre', 'post'] = 'pre'
   norm_epsilon: config_lib.Epsilon = 1e-6
   residual_scale: config_lib.Factor = 1.0  # Factor on both updates.
@@ -76,7 +76,7 @@ class BlockConfig(config_lib.Validated):
     return dataclasses.replace(self, **changed)
 
   def left(self, tokens: int) -> int:
-    """Returns how many tokens are left after the attention, of a sequence's."""
+    """Returns how many of a sequence's tokens are left after the attention."""
     return tokens if self.reduction is None else tokens - self.reduction.count
 
   def flops(
@@ -129,7 +129,7 @@ class Block(nn.Module):
   # independently the feed-forward, of this block (Huang et al. 2016).
   drop_rate: float = 0.0
   mode: Mode = Mode()
-  # What to run, where a layer runs the two halves on different tokens.
+  # Part to run; a layer whose halves run on different tokens has two `Block`s.
   part: Part = dataclasses.field(default='block', kw_only=True)
 
   @nn.compact
@@ -191,12 +191,12 @@ class Block(nn.Module):
       if name == 'attention' and reduction is not None:
         reduced = reduction.run(y_BLD, info, output.aux.pop(evidence))
         aux['merged_into'] = reduced.place_BL
-        # What follows updates these tokens instead of those of the block.
+        # From here on, the block updates the tokens that are left.
         x_BLD = y_BLD = reduced.x_BKD
         info, updates = reduced.info, []
       cache = output.cache if cache is None else cache
       for kind, value in output.aux.items():
-        if isinstance(value, dict):  # By the names of slots.
+        if isinstance(value, dict):  # Keys are names of slots.
           by_slot = {
             f'{name}/{slot}'.rstrip('/'): x for slot, x in value.items()
           }
@@ -208,7 +208,7 @@ class Block(nn.Module):
     return BlockOutput(update_BLD, cache, aux, reduced)
 
   def _residual(self, update_BLD):
-    """Scales an update, and drops elements, or all for some sequences."""
+    """Returns an update after scaling, dropout and stochastic depth."""
     if self.config.residual_scale != 1:
       update_BLD = update_BLD * self.config.residual_scale
     if not self.mode.train:

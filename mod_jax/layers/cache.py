@@ -25,9 +25,9 @@ class KVCache:
     length_B: int32 number of slots in use.
     limit_B: int32 number of slots that `room` assigns: all, or fewer for
       sequences shorter than the longest.
-    entered_BS: which tokens the feed-forward has processed, where it alone is
-      routed and its tokens are limited: then these are what `room` counts. None
-      elsewhere.
+    entered_BS: which cached tokens the feed-forward has processed, if only the
+      feed-forward is routed and it has a limited number of slots; `room` counts
+      these tokens. Otherwise None.
   """
 
   key_BGSC: jax.Array
@@ -74,7 +74,10 @@ class KVCache:
     valid_RT: jax.Array | None,
     rows_R: jax.Array,
   ) -> 'KVCache':
-    """Returns the cache with the valid tokens of rows `rows_R` that fit."""
+    """Returns the cache with the valid tokens, if they fit, added to `rows_R`.
+
+    `rows_R` are rows of the cache; indices past the batch are dropped.
+    """
     if valid_RT is None:
       valid_RT = jnp.ones(position_RT.shape, bool)
     length_R = self.length_B.at[rows_R].get(mode='clip')
@@ -95,7 +98,7 @@ class KVCache:
     )
 
   def enter(self, position_BT: jax.Array, entered_BT: jax.Array) -> 'KVCache':
-    """Returns the cache where some of its tokens have entered, if it counts."""
+    """Returns the cache with tokens added to `entered_BS`, if that is kept."""
     if self.entered_BS is None:
       return self
     # The cache has all tokens so far: the slot of each is its position.
@@ -107,7 +110,7 @@ class KVCache:
   def read(
     self, rows_R: jax.Array | None
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns key_RSGC, value_RSGC, position_RS; of all rows if None."""
+    """Returns key_RSGC, value_RSGC and position_RS; None means all rows."""
     arrays = (self.key_BGSC, self.value_BGSC, self.position_BS)
     if rows_R is not None:
       arrays = (x.at[rows_R].get(mode='clip') for x in arrays)
@@ -127,7 +130,7 @@ class KVCache:
     )
 
   def before(self, position_B: jax.Array) -> 'KVCache':
-    """Returns the cache without each sequence's tokens from a position on."""
+    """Returns the cache without tokens at positions >= `position_B`."""
     kept_BS = self.position_BS < position_B[:, None]
     entered_BS = self.entered_BS
     return self.replace(

@@ -26,10 +26,10 @@ def einsum(
   Casting the parameter first would make its gradient bfloat16, and so the
   gradient's sum over devices.
 
-  In `spec` each letter is in at least two of x, kernel and result. `out_dtype`
-  of the result avoids rounding to x's dtype first. If the kernel's logical axis
-  `embed` is sharded, it is gathered once, in x's dtype. A `Quantized` kernel
-  has its own order of axes.
+  In `spec` each letter must be in at least two of x, kernel and result. With
+  `out_dtype` the result has that dtype, without rounding to x's dtype first.
+  `axes` are the kernel's logical axes; if `embed` is sharded, it is gathered
+  once, in x's dtype. For a `Quantized` kernel `spec` and `axes` are ignored.
   """
   out_dtype = out_dtype or x.dtype
   if isinstance(kernel, Quantized):
@@ -46,7 +46,7 @@ def einsum(
 
 
 def _gathered(x, kernel, axes):
-  """Returns the kernel in the dtype of x, its axis `embed` not sharded."""
+  """Returns the kernel in x's dtype, gathered along its axis `embed`."""
   kernel = kernel.astype(x.dtype)
   if 'embed' not in axes or jax.sharding.get_abstract_mesh().empty:
     return kernel
@@ -62,8 +62,8 @@ def _product(spec, out_dtype, axes, x, kernel):
 
 
 def _forward(spec, out_dtype, axes, x, kernel):
-  # Not `_mixed_einsum`: rematerialisation policies do not see the products
-  # inside a custom_vjp, and so would not save them.
+  # Do not call `_mixed_einsum` here: rematerialisation policies do not see
+  # products inside a custom_vjp, and so would not save them.
   kernel = _gathered(x, kernel, axes)
   y = jnp.einsum(spec, x, kernel, preferred_element_type=out_dtype)
   return y, (x, kernel)
@@ -96,9 +96,9 @@ _mixed_einsum.defvjp(_forward, _backward)
 def matrix(
   module: nn.Module, init, axes, shape: tuple[int, ...]
 ) -> jax.Array | Quantized:
-  """Returns the parameter `kernel`, or the `Quantized` in its place."""
+  """Returns the parameter `kernel`, which is a `Quantized` if one was given."""
   kernel = module.get_variable('params', 'kernel')
-  if isinstance(kernel, Quantized):  # Its shape is another one.
+  if isinstance(kernel, Quantized):  # Its shape differs from `shape`.
     return kernel
   init = nn.with_logical_partitioning(init, axes)
   return module.param('kernel', init, shape)
@@ -156,8 +156,8 @@ class Linear(nn.Module):
       for names in (self.axes[:inputs], self.axes[inputs:])
     )
     y_TO = einsum('TI,IO->TO', x_TI, kernel_IO, self.out_dtype, axes)
-    # Heads are not apart yet where the bias is added, or a TPU would write them
-    # so, to be copied before they are used.
+    # Add the bias before splitting the features into heads: otherwise a TPU
+    # would write them split, and copy them before their use.
     y = y_TO.reshape(*batch, y_TO.shape[1])
     if self.bias:
       bias = self.param(
@@ -219,7 +219,7 @@ class LinearConfig(Slot):
 class Kernels(nn.Module):
   """Parameters of N linear maps of one kind: kernel_NIO, bias_NO or None."""
 
-  config: LinearConfig  # Of one map, with a single axis in and out.
+  config: LinearConfig  # Config of one map, with one input and one output axis.
   count: int  # N.
   axis: str  # Logical name of the axis of maps.
 

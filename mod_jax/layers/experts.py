@@ -55,7 +55,7 @@ class ExpertsConfig:
   # Hidden units of each expert; None = those of the dense feed-forward.
   hidden: config_lib.Size | None = None
   period: config_lib.Unrolled = 1  # One block in every `period` has experts.
-  offset: config_lib.Layer = 0  # Index of that block within a period.
+  offset: config_lib.Layer = 0  # Index of the block with experts in a period.
   # Standard deviation of the router's initial weights.
   router_std: config_lib.Weight = 0.02
   # Weight of the balance loss (Fedus et al. 2021, Eq. 4), for token choice.
@@ -115,14 +115,14 @@ class ExpertsConfig:
 
   @property
   def causal(self) -> bool:
-    """Whether the experts can be run without choices seeing later tokens."""
+    """Whether the experts can run without choices by later tokens."""
     return self.choice == 'token' or self.threshold_decay > 0
 
   def slots(self, tokens: int) -> int:
     """Returns the slots of each expert for a sequence of `tokens` tokens.
 
-    Rounded up for token choice. For expert choice it is the number of tokens
-    that each expert chooses: rounded down, and at least 1.
+    Token choice rounds up. Expert choice rounds down, to at least 1; each
+    expert chooses as many tokens as it has slots.
     """
     if self.capacity_factor is None:
       return tokens
@@ -173,10 +173,12 @@ class ExpertMLPConfig(Slot):
   def flops(self, tokens):
     """Returns forward FLOPs by part; empty slots count too.
 
-    Adapters of experts do not count: they are multiplied out once per batch.
+    Adapters of experts do not count: they are added to the kernels once per
+    batch.
     """
     config = self.experts
-    # Without a slot limit, no-op choices cost nothing.
+    # Without a slot limit, each choice of an expert costs one run of it, and
+    # no-op choices cost nothing.
     run = round(tokens * config.per_token * config.share)
     if config.capacity_factor is not None:
       run = config.num_experts * config.slots(tokens)
@@ -205,7 +207,7 @@ class ExpertMLPConfig(Slot):
 
   @property
   def num_choices(self) -> int:
-    """Choices of a token: experts and no-ops."""
+    """Number of experts and no-ops that a token can choose."""
     return self.experts.num_experts + self.experts.num_nulls
 
 
@@ -259,8 +261,8 @@ class ExpertMLP(nn.Module):
     router = nn.Dense(
       self.config.num_choices,
       use_bias=False,
-      # Accelerators must not round this to bfloat16, or forward pass and
-      # decoding would disagree about logits that are nearly the same.
+      # Keep accelerators from rounding to bfloat16: the forward pass and
+      # decoding could then order nearly equal logits differently.
       precision='highest',
       kernel_init=nn.with_logical_partitioning(
         nn.initializers.normal(config.router_std), ('replicated', 'replicated')
@@ -297,7 +299,7 @@ class ExpertMLP(nn.Module):
     return y_BLD, assigned
 
   def _weights(self, name) -> tuple[jax.Array, jax.Array | None]:
-    """Returns kernel_EIO and bias_EO, or None, of a linear map."""
+    """Returns kernel_EIO and bias_EO of a linear map; None without biases."""
     slot, experts = self.config.maps[name], self.config.experts.num_experts
     plain = getattr(slot, 'base', slot)
     kernel_EIO, bias_EO = dense.Kernels(plain, experts, 'experts', name=name)()
@@ -309,10 +311,11 @@ class ExpertMLP(nn.Module):
     return getattr(slot, 'base', slot).axes
 
   def _limit(self, length, count_B) -> jax.Array:
-    """Returns limit_B: slots of each expert in each row, by `count_B`.
+    """Returns limit_B: the slots of each expert for a row of `count_B` tokens.
 
-    Neither padding nor the number of tokens that a routed block chose, which
-    may depend on later tokens, may influence a row's choices.
+    Padding must not influence a row's choices, nor must the number of tokens
+    that a routed block chose, which may depend on later tokens: see
+    `TokenInfo.gather`.
     """
     return routing.for_lengths(self.config.experts.slots, length, count_B)
 
@@ -338,8 +341,9 @@ class ExpertMLP(nn.Module):
   def _shared(self, weight_BLX, wanted_BLX):
     """Returns the weights, normalised so that a token's choices sum to 1.
 
-    Not with no-ops, whose probability would cancel and so get no gradient; nor
-    with a single choice, whose weight would be the constant 1.
+    Leaves the weights unchanged if there are no-ops, whose probability would
+    cancel unless chosen, and so get no gradient; and if a token has a single
+    choice, whose weight would be the constant 1.
     """
     config = self.config.experts
     if config.per_token == 1 or config.num_nulls:
@@ -368,7 +372,7 @@ class ExpertMLP(nn.Module):
         " 'params', since experts choose by averages of training",
         **{'causal rule': self.mode.routing.rule},
       )
-      # Written so that NaN is chosen and shows in the output.
+      # Negated, so that NaN is chosen and shows in the output.
       chosen_BLE = ~(weight_BLE < moving.value.value())
     else:
       score_QL = jnp.moveaxis(weight_BLE, -1, 1).reshape(-1, length)
@@ -422,7 +426,10 @@ class ExpertMLP(nn.Module):
     return _weighted(y_BLJD, weight_BLJ).astype(x_BLD.dtype)
 
   def _all(self, x_BLD, expert_BLJ, weight_BLJ, weights):
-    """Returns the update without slot limits; index E stands for no expert."""
+    """Returns the update without slot limits.
+
+    In `expert_BLJ`, the index E (the number of experts) means no expert.
+    """
 
     def run(x_BLD, expert_BLJ, weight_BLJ, *arrays):
       of_maps = zip(arrays[::2], arrays[1::2], strict=True)
@@ -481,9 +488,10 @@ class ExpertMLP(nn.Module):
 
 
 def _of_choices(value_BLE, chosen_BLKX, nobody):
-  """Returns value_BLJ of a token's J = K choices; of J = E if these are None.
+  """Returns value_BLJ: the value of each of a token's J = K choices.
 
-  `nobody` is the value of a no-op choice.
+  Returns `value_BLE` if `chosen_BLKX` is None. `nobody` is the value of a no-op
+  choice.
   """
   if chosen_BLKX is None:
     return value_BLE
@@ -495,9 +503,9 @@ def _of_choices(value_BLE, chosen_BLKX, nobody):
 
 
 def _weighted(y, weight):
-  """Returns the sum over assignments, the last axis of `weight`, in float32.
+  """Returns the sum of y over the last axis of `weight`, weighted, in float32.
 
-  Not an einsum, which is slow on CPUs for so few terms, and which accelerators
-  round to bfloat16.
+  An einsum would be slow on CPUs for so few terms, and accelerators would round
+  its operands to bfloat16.
   """
   return (y * weight[..., None]).sum(axis=-2)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): what a frozen map learns.
+"""Low-rank adapters (LoRA, Hu et al. 2021) of frozen linear maps.
 
 Equation 3: `h = W x + (alpha / rank) · B A x`, with W frozen. A starts as a
 Gaussian and B as zero, so that an adapted model begins as the base model.
@@ -21,7 +21,7 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.token_info import TokenInfo
 
-# Pattern of the adapters' parameters.
+# Regular expression of the names of the adapters' parameters.
 PARAMETERS = r'.*_lora/(down|up)/kernel'
 
 
@@ -93,8 +93,8 @@ def linear_maps(name: str, slot: Slot) -> dict[str, Slot]:
 class AdaptedConfig(Slot):
   """A linear map with an adapter beside it.
 
-  The map has the parameters that it would have alone, and the adapter's are
-  beside them: a dense checkpoint fits all but the adapters.
+  The map's parameters have the same names and shapes as without an adapter, so
+  a dense checkpoint provides all parameters but those of the adapters.
   """
 
   tells = False
@@ -153,7 +153,7 @@ class AdaptedConfig(Slot):
 
 
 class Adapter(nn.Module):
-  """The scaled update of an adapter, for features of the map's inputs."""
+  """Computes an adapter's scaled update from the inputs of the map."""
 
   config: AdaptedConfig
   mode: Mode = Mode()
@@ -170,9 +170,9 @@ class Adapter(nn.Module):
 class StackedUpdate(nn.Module):
   """The scaled updates update_NIO of the kernels of N maps of one kind.
 
-  Where one product runs several maps, as those of experts and learners, it
-  takes the sum of kernels and updates. Then the gradient of that sum is
-  computed, so that adapters save memory there but no time.
+  Experts and learners run several maps in one product, whose kernels are sums
+  of the maps' kernels and these updates. The backward pass computes the
+  gradients of these sums, so here adapters save memory but no time.
   """
 
   config: AdaptedConfig
@@ -204,7 +204,10 @@ def adapted(
 def stacked_flops(
   slot: LinearConfig | AdaptedConfig, name: str, tokens: int
 ) -> dict[str, int]:
-  """Returns `Slot.weight_flops` of one of several maps that run as one."""
+  """Returns `Slot.weight_flops` of maps of one kind that run as one product.
+
+  `tokens` is the number of tokens of all of these maps together.
+  """
   if isinstance(slot, LinearConfig):
     return slot.weight_flops(name, tokens)
   return {f'{name}_lora/up/kernel': slot.base.flops(tokens)['linear']}

@@ -77,23 +77,24 @@ def hidden_units(kind: str, up: Callable[[str], jax.Array]) -> jax.Array:
     return nn.silu(up('gate')) * up('up')
   if kind == 'relu':
     return nn.relu(up('up'))
-  if kind == 'quick_gelu':  # Of CLIP (Radford et al. 2021).
+  if kind == 'quick_gelu':  # The activation of CLIP (Radford et al. 2021).
     hidden = up('up')
     return hidden * nn.sigmoid(1.702 * hidden)
   return gelu(up('up'), approximate=kind == 'gelu_tanh')
 
 
 def gelu(x: jax.Array, approximate: bool = False) -> jax.Array:
-  """Returns GELU of x, which a backward pass computes again.
+  """Returns GELU of x; the backward pass recomputes it.
 
-  XLA would keep up to four arrays of its parts, which take more time to write
-  and to read on two CPU cores, and a quarter of a ViT's memory on a GPU.
+  Otherwise XLA would save up to four intermediate arrays. To write and read
+  them takes longer on two CPU cores than to recompute them, and they would take
+  a quarter of a ViT's memory on a GPU.
   """
   return jax.checkpoint(functools.partial(nn.gelu, approximate=approximate))(x)
 
 
 class MLP(nn.Module):
-  """x_BLD -> y_BLD: SwiGLU (Shazeer 2020), or two linears with GELU or ReLU."""
+  """SwiGLU (Shazeer 2020), or two linear maps with GELU or ReLU between."""
 
   config: MLPConfig
   mode: Mode = Mode()

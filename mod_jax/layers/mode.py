@@ -1,4 +1,4 @@
-"""How a model runs in one call: static arguments, so each compiles anew."""
+"""How a model runs in one call: static arguments, so new values recompile."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ RuleName = Literal[
   'top_k', 'router', 'predictor', 'threshold', 'fixed', 'never'
 ]
 
-# What of a block is routed, or run: all of it, or one of its two halves.
+# Part of a block that is routed, or run: the whole block or one of its halves.
 Part = Literal['block', 'attention', 'mlp']
 
 
@@ -25,14 +25,16 @@ class RoutingMode(config_lib.Validated):
   Attributes:
     rule: `top_k`, which sees the whole sequence; or a causal rule, by its name
       in `rules.RULES` or as an object.
-    overflow: for causal rules. `exact` has a slot for every token; `drop` has
-      slots for `slack · capacity` of the length, assigns them in order of
+    overflow: number of slots under a causal rule. `exact` has one per token;
+      `drop` has `slack · capacity` of the length, assigns them in order of
       position, and skips the tokens that get none. The length excludes padding;
       in generation it is that of the prompt and all new tokens together.
-    slack: number of slots divided by the expected number, for `drop`.
+    slack: for `drop`: number of slots divided by the expected number of chosen
+      tokens.
     chunk: number of routed rows processed at a time in decoding, and in
-      inference with `per_sequence` routing. None chooses by the batch, see
-      `rows_at_a_time` and `takes_all_rows`; 0 processes all rows and masks.
+      inference with `per_sequence` routing. None chooses by the batch size, see
+      `rows_at_a_time` and `takes_all_rows`. 0 processes all rows, and masks
+      those that are not routed.
   """
 
   rule: RuleName | Rule = 'top_k'
@@ -72,10 +74,10 @@ class RoutingMode(config_lib.Validated):
     return min(1 << (rows - 1).bit_length(), batch)
 
   def takes_all_rows(self, capacity: float, batch: int) -> bool:
-    """Returns whether all rows of a batch are processed, and masked.
+    """Returns whether to process all rows of a batch and mask some of them.
 
-    By default they are where all would be processed at a time, and it is
-    improbable that none is routed: masking spares copies of rows and caches.
+    By default this is True if `rows_at_a_time` is the whole batch, and some row
+    is almost certainly routed: masking saves copies of rows and caches.
     """
     if self.chunk is not None:
       return self.chunk == 0
@@ -85,7 +87,7 @@ class RoutingMode(config_lib.Validated):
   def row_slots(
     self, capacity: float, length: int, length_B: jax.Array
   ) -> jax.Array:
-    """Returns `slots` of rows with `length_B` tokens, each at most `length`."""
+    """Returns the `slots` of rows with `length_B` <= `length` tokens."""
     return routing.for_lengths(
       lambda n: self.slots(capacity, n), length, length_B
     )
@@ -100,10 +102,11 @@ class Mode(config_lib.Validated):
     learners: how adaptive modules run: `gated` runs as many learners as the
       gate says; `train` runs all, weighted by a differentiable choice; an
       integer k runs the first k.
-    noise: whether `learners='train'` samples its choice or takes the best.
-    train: whether this is a training step. Only then are there stochastic
-      depth, batch statistics, slot limits of experts that tokens choose, and
-      features for an early exit.
+    noise: whether `learners='train'` samples the number of learners; otherwise
+      it takes the most probable one.
+    train: whether this is a training step. Only a training step has dropout and
+      stochastic depth, batch statistics, slot limits for token-choice experts,
+      and `aux['features']` for an early exit.
     masks: whether training masks the tokens that learned scores drop, so that
       gradients reach the scores, or removes them as inference does.
   """

@@ -1,9 +1,10 @@
 """Matrices of parameters in int8, and products with them, for inference.
 
-Each output of a linear map has a scale, so that its largest weight is 127. In
-a product each token's features become two int8 numbers, the second of which is
-what the first has rounded off: a single one would cost more loss than the
-weights do. Products of integers read a quarter of the bytes.
+Each output of a linear map has its own scale, which makes its largest weight
+127. In a product, each feature becomes two int8 numbers: the rounded value and
+the rounding error. With the rounded value alone, rounding the features would
+raise the loss by more than rounding the weights does. Products of int8 weights
+read a quarter of the bytes of float32 weights.
 """
 
 from collections.abc import Sequence
@@ -17,11 +18,11 @@ _LARGEST = 127
 
 @flax.struct.dataclass
 class Quantized:
-  """Takes the place of a float matrix of parameters.
+  """An int8 matrix of parameters in place of a float matrix.
 
-  The last axis is that of inputs, since products for a few tokens then take a
-  CPU less time (`benchmarks/one_row.py`). A transpose before a product would
-  make XLA widen the matrix to int32.
+  The inputs are the last axis, since a CPU then computes products for a few
+  tokens faster (`benchmarks/one_row.py`). They are stored in that order because
+  XLA would widen the matrix to int32 for a transpose before a product.
 
   Attributes:
     values: int8 integers.
@@ -33,7 +34,7 @@ class Quantized:
 
   @classmethod
   def of(cls, array: jax.Array, inputs: Sequence[int]) -> 'Quantized':
-    """Rounds a float array, whose axes `inputs` are contracted in products."""
+    """Returns `array` in int8; products contract its axes `inputs`."""
     array = jnp.moveaxis(
       jnp.asarray(array, jnp.float32), inputs, range(-len(inputs), 0)
     )
@@ -43,12 +44,12 @@ class Quantized:
     return Quantized(self.values[rows], self.scale[rows])
 
   def astype(self, dtype) -> jax.Array:
-    """Returns the float array that the integers stand for."""
+    """Returns the dequantised array."""
     return (self.values * self.scale).astype(dtype)
 
   @property
   def T(self) -> jax.Array:
-    """The float matrix [I, O] that a matrix stands for."""
+    """The dequantised matrix [I, O], float32; only for matrices."""
     return self.astype(jnp.float32).T
 
   def product(self, x: jax.Array, out_dtype) -> jax.Array:
@@ -71,13 +72,13 @@ class Quantized:
 
 
 def _scale(array):
-  """Returns the factors with which integers stand for the last axis."""
+  """Returns the largest magnitude along the last axis, divided by 127."""
   largest = jnp.max(jnp.abs(array), axis=-1, keepdims=True)
   return jnp.maximum(largest, jnp.finfo(jnp.float32).tiny) / _LARGEST
 
 
 @jax.jit
 def _rounded(array):
-  """Returns int8 integers, and their scale."""
+  """Returns an array's int8 integers, and their scale along the last axis."""
   scale = _scale(array)
   return jnp.round(array / scale).astype(jnp.int8), scale

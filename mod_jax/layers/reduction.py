@@ -1,4 +1,4 @@
-"""Blocks that leave fewer tokens, which stand for those that are gone."""
+"""Reduction of the number of tokens in a block, by merging or fusing them."""
 
 import abc
 import dataclasses
@@ -22,9 +22,10 @@ class Reduced:
   """The tokens after a reduction.
 
   Attributes:
-    x_BKD: their features.
-    info: facts about them.
-    place_BL: int32; which of them holds each token from before.
+    x_BKD: features of the K tokens that are left.
+    info: facts about the K tokens.
+    place_BL: int32 index into the K tokens of the one that each of the L tokens
+      became, or became a part of.
   """
 
   x_BKD: jax.Array
@@ -36,11 +37,11 @@ class Reduced:
 class Reduction(config_lib.Validated, abc.ABC):
   """How blocks reduce the tokens of an image, after their attention.
 
-  Subclasses must be frozen dataclasses. They may live in any module, but saved
-  configs refer to it, so import it before reading them.
+  Subclasses must be frozen dataclasses, in any module. A saved config names the
+  module, which must be imported before the config is read.
 
   Attributes:
-    evidence: what `run` gets of the block's attention. `keys`: float32
+    evidence: what `run` receives from the block's attention. `keys`: float32
       key_BLC, averaged over heads; `attention`: float32 score_BL, the class
       token's attention averaged over heads.
   """
@@ -51,9 +52,10 @@ class Reduction(config_lib.Validated, abc.ABC):
   def counts(
     self, num_layers: int, tokens: int, prefix: int
   ) -> tuple[int, ...]:
-    """Returns how many tokens fewer each block leaves than reach it.
+    """Returns by how many tokens each block reduces their number.
 
-    `tokens` reach the first one; the first `prefix` are no patches.
+    `tokens` is the number that reaches the first block. The first `prefix` of
+    them, such as the class token, are not patches.
     """
 
   @abc.abstractmethod
@@ -65,14 +67,14 @@ class Reduction(config_lib.Validated, abc.ABC):
     count: int,
     prefix: int,
   ) -> Reduced:
-    """Reduces the tokens by `count`, which is not 0."""
+    """Returns the tokens after a reduction by `count`, which is positive."""
 
   @abc.abstractmethod
   def flops(self, tokens: int, count: int, width: int, head_dim: int) -> int:
     """Returns the forward FLOPs of `run`."""
 
   def adapt(self, layers, tokens: int, prefix: int) -> tuple:
-    """Returns the layers of a stack, with what each of them reduces."""
+    """Returns the layers of a stack, each with its `BlockReduction` or None."""
     counts = self.counts(len(layers), tokens, prefix)
     reductions = [
       BlockReduction(kind=self, count=count, prefix=prefix) if count else None
@@ -88,7 +90,7 @@ class Reduction(config_lib.Validated, abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockReduction:
-  """What one block reduces: `Reduction.run` with its arguments."""
+  """A reduction with the arguments of its `run` in one block."""
 
   kind: Reduction
   count: int
@@ -102,9 +104,9 @@ class BlockReduction:
 class ToMe(Reduction):
   """Token merging (Bolya et al. 2023): similar tokens become their mean.
 
-  It has no parameters, so that it also suits a model that was trained without.
-  Tokens are compared by their keys; attention to a merged token counts as many
-  times as it holds tokens (Eq. 1, proportional attention).
+  It has no parameters, so it also suits a model that was trained without it.
+  Tokens are compared by their keys. In attention a merged token counts as many
+  times as the number of tokens in it (Eq. 1, proportional attention).
   """
 
   evidence: ClassVar[str] = 'keys'
@@ -142,19 +144,20 @@ class ToMe(Reduction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EViT(Reduction):
-  """Token reorganisation (Liang et al. 2022): the inattentive are fused.
+  """Token reorganisation (Liang et al. 2022): fuses inattentive patches.
 
-  Patches that the class token attends to most are kept, here in their order.
-  The others become one token, the last: their sum weighted by that attention,
-  which is not scaled to sum to 1. Later it is a patch like the others. It has
-  no parameters either. If a single patch would be fused, the block keeps all.
+  The patches that the class token attends to most are kept, in their order. The
+  other patches are fused to one token, at the end: their sum weighted by the
+  class token's attention, which is not scaled to sum to 1. Later blocks treat
+  the fused token like a patch. The method has no parameters. A block that would
+  fuse a single patch keeps all.
   """
 
   evidence: ClassVar[str] = 'attention'
 
   # Blocks that fuse tokens.
   stages: tuple[config_lib.Layer, ...] = (3, 6, 9)
-  # Fraction of the patches that each of them keeps, rounded up.
+  # Fraction of the patches that each of these blocks keeps, rounded up.
   keep: config_lib.Fraction = 0.7
 
   def counts(self, num_layers, tokens, prefix):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from mod_jax import config as config_lib
 
-EXPANSION = 4  # Channels after a bottleneck, by those within it.
+EXPANSION = 4  # Ratio of a bottleneck's output channels to its inner channels.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class ResNetConfig:
     return EXPANSION * self.widths[-1]
 
   def flops(self, height: int, width: int) -> int:
-    """Returns the FLOPs of a picture; norms are folded in, pooling is free."""
+    """Returns the FLOPs for one picture, those of the convolutions only."""
     height, width = halved(height), halved(width)
     total = 7**2 * 3 * self.stem * height * width
     height, width = halved(height), halved(width)
@@ -69,9 +69,9 @@ def halved(side: int) -> int:
 
 
 class FrozenNorm(nn.Module):
-  """BatchNorm of fixed statistics, scale and shift; nothing of it is trained.
+  """BatchNorm with fixed statistics, scale and shift.
 
-  All four arrays are in the collection `batch_stats`.
+  All four arrays are in the collection `batch_stats`, which is not trained.
   """
 
   epsilon: float = 1e-5
@@ -93,7 +93,7 @@ class FrozenNorm(nn.Module):
 
 
 class ResNet(nn.Module):
-  """image_BHWC -> x_BHWC, `config.channels` at a `config.stride`-th the size.
+  """Maps image_BHWC to `config.channels` features at 1/`stride` of the size.
 
   Collections: `params`, the convolutions; `batch_stats`, the frozen norms.
   """

@@ -26,8 +26,9 @@ from mod_jax.layers.rules import SELECTION_NAME, Routing
 from mod_jax.layers.scores import RouterWeights
 from mod_jax.layers.token_info import Source, TokenInfo
 
-# In generation, inputs of at most this length skip rows without a chosen token.
-# In longer inputs nearly every row has one.
+# In generation, a routed block skips the rows without a chosen token if its
+# input has at most this many tokens per row. In longer inputs nearly every row
+# has a chosen token.
 _SHORT = 16
 
 
@@ -39,10 +40,12 @@ class LayerConfig:
     block: config of the block.
     routing: how tokens are chosen; None for a dense layer.
     capacity: fraction of tokens that a routed layer processes.
-    attention_score: attention score to put into `aux['attention']`; or None.
-    source_routing: how cross-attention chooses what it reads; None for all of
-      the source.
-    source_capacity: fraction of the source that it then reads.
+    attention_score: kind of the attention score that the layer puts into
+      `aux['attention']`; None for no score.
+    source_routing: how cross-attention chooses the source tokens that it reads;
+      None to read all.
+    source_capacity: fraction of the source tokens that `source_routing`
+      chooses.
     drop_rate: rate of stochastic depth in training.
     tells_features: whether training puts the layer's output into
       `aux['features']`.
@@ -59,15 +62,14 @@ class LayerConfig:
 
   @property
   def caches_chosen(self) -> bool:
-    """Whether the cache is of the chosen tokens: attention is routed."""
+    """Whether attention is routed, so that only chosen tokens are cached."""
     return self.routing is not None and self.routing.part != 'mlp'
 
   def tokens(self, length: int, image_places: int = 0) -> int:
-    """Returns the block's slots in training for a sequence of this length.
+    """Returns the block's slots per sequence of this length in training.
 
-    All of them are computed. Top-k fills them all; if tokens or sequences
-    decide for themselves, some stay empty. `image_places` is that of
-    `TokenInfo`.
+    The block also computes empty slots, of which causal rules and
+    `per_sequence` routing leave some. For `image_places` see `TokenInfo`.
     """
     if self.routing is None or self.routing.per_sequence:
       return length
@@ -78,7 +80,7 @@ class LayerConfig:
     kinds = self.routing.kinds
     if kinds is None:
       return mode.slots(self.capacity, length)
-    # Every place that is not kept for images may hold a token that enters.
+    # Every place that is not reserved for images may hold a token that enters.
     places = min(image_places, length) if 'image' in kinds else 0
     if not places:
       return length
@@ -87,7 +89,11 @@ class LayerConfig:
   def flops(
     self, length: int, *, image_places: int = 0, **kwargs
   ) -> dict[str, int]:
-    """Returns forward FLOPs by part: router on all tokens, block on k."""
+    """Returns forward FLOPs by part for a sequence of this length.
+
+    The router scores all tokens, and the block processes its slots. Keywords
+    are those of `BlockConfig.flops`.
+    """
     width, routing_parts = self.block.attention.width, Counter()
     if self.source_routing is not None:
       source = kwargs['source_tokens']
@@ -101,15 +107,15 @@ class LayerConfig:
       routing_parts['router'] += self.routing.scorer.flops(length, width)
       if self.routing.has_predictor:
         routing_parts['predictor'] = 2 * length * hidden * (width + 1)
-    # Sum: parts of the block may have the same names, such as `router`.
+    # Add up equal names: a block with experts also has a part `router`.
     return dict(Counter(parts) + routing_parts)
 
   def halves(self, tokens: int, length: int) -> tuple[int, int]:
-    """Returns how many tokens attention and feed-forward process.
+    """Returns how many tokens the attention and the feed-forward part process.
 
     Args:
-      tokens: those of what is routed.
-      length: those of the sequence.
+      tokens: number of tokens that the routed part of the block processes.
+      length: number of tokens of the sequence, which the other part processes.
     """
     part = 'block' if self.routing is None else self.routing.part
     return (
@@ -118,7 +124,7 @@ class LayerConfig:
     )
 
   def source_tokens(self, length: int) -> int:
-    """Returns how many tokens of a source cross-attention reads."""
+    """Returns how many tokens cross-attention reads of a source of `length`."""
     if self.source_routing is None:
       return length
     return routing.num_chosen(self.source_capacity, length)
@@ -131,9 +137,10 @@ class LayerOutput:
   Attributes:
     x_BLD: output features.
     cache: the cache with the tokens added; None without a cache.
-    aux: that of `BlockOutput`; a routed layer adds `router`, a `Routing`, and
-      one that chooses what to read `source_router`, likewise.
-    info: facts about the tokens, if a reduction left others; None if not.
+    aux: the aux of `BlockOutput`. A routed layer adds `router`, and a layer
+      with `source_routing` adds `source_router`; both are a `Routing`.
+    info: facts about the remaining tokens if the block reduced their number;
+      else None.
   """
 
   x_BLD: jax.Array
@@ -160,8 +167,8 @@ class Predictor(nn.Module):
     def linear(features, name):
       return nn.Dense(
         features,
-        # Accelerators must not round this to bfloat16, or forward pass and
-        # decoding would disagree about logits near 0.
+        # Keep accelerators from rounding to bfloat16: the forward pass and
+        # decoding could then disagree about the sign of logits near 0.
         precision='highest',
         kernel_init=nn.with_logical_partitioning(
           nn.initializers.lecun_normal(), ('replicated', 'replicated')
@@ -179,8 +186,8 @@ class Predictor(nn.Module):
 class SourceChoice(nn.Module):
   """Chooses which tokens of a source this layer's cross-attention reads.
 
-  The others remain for later layers. What is read is weighed by the gate, by
-  which a learned router gets its gradient.
+  Later layers choose among all tokens of the source again. Chosen features are
+  multiplied by the gate, through which a learned router gets its gradient.
   """
 
   config: RoutingConfig
@@ -206,10 +213,10 @@ class SourceChoice(nn.Module):
 
 
 def _best_beside(score_BL, capacity: float, candidate_BL, valid_BL, slots):
-  """Returns all tokens that are no candidates, and top-k of those that are.
+  """Selects all real tokens that are no candidates, and the top-k candidates.
 
-  k is by each row's number of candidates. Also returns how many tokens of each
-  row find no slot.
+  k is the capacity times the row's number of candidates. Returns the selection
+  and, for each row, how many of these tokens get no slot.
   """
   if valid_BL is None:
     valid_BL = jnp.ones(score_BL.shape, bool)
@@ -228,7 +235,7 @@ def _best_beside(score_BL, capacity: float, candidate_BL, valid_BL, slots):
 
 
 def _best(score_BL, capacity: float, valid_BL) -> routing.Selection:
-  """Returns top-k, where k is by each row's number of real tokens."""
+  """Returns the top-k tokens; k is the capacity times a row's real tokens."""
   length = score_BL.shape[1]
   count_B = None
   if valid_BL is not None:
@@ -247,8 +254,8 @@ class Layer(nn.Module):
   those of the dense block plus the router's, so dense checkpoints load.
 
   Collections: `params`; with `routing.threshold_decay` also `moving`, the
-  moving average of the k-th best score (make it mutable to train it).
-  Rng streams: `routing` for Gaussian scores; those of the block.
+  moving average of the k-th best score (make it mutable in training).
+  Rng streams: `routing` for Gaussian scores; the streams of `Block`.
   """
 
   config: LayerConfig
@@ -266,7 +273,8 @@ class Layer(nn.Module):
     """Returns the features after the layer, the cache and the aux.
 
     `score_BL` is the attention that the tokens received in the previous block,
-    for scores that need it. `router` is what all routed layers share, if any.
+    for scores that need it. `router` holds the weights of the router that all
+    routed layers share; None if each layer has its own router.
     """
     config = self.config
     part = 'block' if config.routing is None else config.routing.part
@@ -318,7 +326,8 @@ class Layer(nn.Module):
   def _route(self, block, x_BLD, info, cache, score_BL, router) -> LayerOutput:
     """Runs the block, or its routed half, on the chosen tokens.
 
-    If that is the feed-forward, the cache already has these tokens.
+    If only the feed-forward is routed, the attention has added the tokens of
+    this call to `cache` before.
     """
     config, decodes = self.config, cache is not None
     length = x_BLD.shape[1]
@@ -354,8 +363,8 @@ class Layer(nn.Module):
         selection = routing.select_decided(requested_BL, slots, count_B)
         selection = checkpoint_name(selection, SELECTION_NAME)
       chosen_BL = routing.mark_tokens(selection, length)
-      # The loop over rows is not differentiable, cannot create parameters and
-      # drops the aux of experts and adaptive modules.
+      # The loop in `_run_rows` is not differentiable, cannot create parameters
+      # and drops the aux of experts and adaptive modules.
       needs_full_pass = (
         self.mode.train or self.is_initializing() or mode.chunk == 0
       )
@@ -365,13 +374,14 @@ class Layer(nn.Module):
       else:
         output = self._run(block, x_BLD, info, routed, selection, None, count_B)
     else:
-      # A feed-forward alone adds nothing to the cache, which may count its
-      # tokens.
+      # If only the feed-forward is routed, the block does not write to the
+      # cache, but the cache may count the tokens that enter (`entered_BS`).
       own = cache if config.caches_chosen else None
       chosen_BL = requested_BL
       if own is not None or cache.entered_BS is not None:
         chosen_BL = cache.room(requested_BL)
-      # Not where nearly every row has a token that enters.
+      # Skip rows without a chosen token, unless masking them is cheaper
+      # (`takes_all_rows`) or nearly every row has one (long inputs, `kinds`).
       share, batch = self._share_of_rows(length), len(x_BLD)
       masked = mode.takes_all_rows(share, batch)
       if length <= _SHORT and not masked and not by_kind:
@@ -399,7 +409,10 @@ class Layer(nn.Module):
     return output
 
   def _read_and_update_threshold(self, rule, routed) -> jax.Array | None:
-    """Returns the moving average before this call, and updates it."""
+    """Returns the moving average from before this call, and updates it.
+
+    Returns None if the layer keeps no average.
+    """
     decay = self.config.routing.threshold_decay
     stored = self.has_variable('moving', 'threshold')
     if not decay or not (stored or self.is_mutable_collection('moving')):
@@ -450,8 +463,9 @@ class Layer(nn.Module):
     """Selects tokens by scores of the whole sequence, without a causal rule."""
     capacity = self.config.capacity
     if self.config.routing.per_sequence:
-      # Only the balance loss ties their fraction to the capacity. A capacity of
-      # 1, with which a warm-up begins, must still mean all sequences.
+      # Sequences with a score above 0 enter; only the balance loss ties their
+      # fraction to the capacity. But at a capacity of 1, with which a warm-up
+      # begins, all sequences must enter.
       enters_BL = ~(score_BL <= 0) | (capacity >= 1)  # NaN enters.
       if info.valid_BL is not None:
         enters_BL &= info.valid_BL
@@ -462,13 +476,14 @@ class Layer(nn.Module):
     return _best(score_BL, capacity, info.valid_BL)
 
   def _decide(self, rule, routed: Routing, top, info) -> jax.Array:
-    """Returns which real tokens the rule wants to be processed."""
+    """Returns mask_BL: the real tokens that the rule, or top-k, chooses."""
     if rule is None:
       return routing.mark_tokens(top, routed.score_BL.shape[1])
     config = self.config
     requested_BL = rule.wants(routed, config.routing.scorer, config.capacity)
-    # All tokens, whatever scores say that are not trained yet: a model that was
-    # just routed, or whose warm-up begins, computes what its dense twin does.
+    # Choose all tokens at a capacity of 1, whatever the untrained scores are: a
+    # model that was just routed, or whose warm-up begins, must compute the same
+    # as the dense model.
     if config.capacity >= 1 and not isinstance(rule, rules.Never):
       requested_BL = jnp.ones_like(requested_BL)
     return (
@@ -492,8 +507,9 @@ class Layer(nn.Module):
   ) -> LayerOutput:
     """Processes only rows that have chosen tokens, a few at a time.
 
-    Rows with a chosen token are sorted first, and a loop with static shapes
-    processes chunks of them. Updates of their other tokens are discarded.
+    Rows with a chosen token are sorted to the front, and a loop with static
+    shapes processes chunks of them. In these rows, updates of tokens that were
+    not chosen are discarded.
     """
     batch, length, _ = x_BLD.shape
     share = self._share_of_rows(length)
@@ -532,7 +548,7 @@ class Layer(nn.Module):
     return LayerOutput(x_BLD, cache)
 
   def _share_of_rows(self, length: int) -> float:
-    """Returns the share of rows that is expected to have a chosen token."""
+    """Returns the expected fraction of rows that have a chosen token."""
     capacity = self.config.capacity
     if self.config.routing.per_sequence:
       return capacity
@@ -551,7 +567,7 @@ class Layer(nn.Module):
 
 
 def _mean_of_row(score_BL, valid_BL):
-  """Returns each row's mean over real tokens, broadcast; 0 without any."""
+  """Returns each row's mean score over real tokens, or 0, for every token."""
   if valid_BL is None:
     valid_BL = jnp.ones(score_BL.shape, bool)
   total_B1 = jnp.where(valid_BL, score_BL, 0).sum(axis=-1, keepdims=True)
@@ -560,7 +576,7 @@ def _mean_of_row(score_BL, valid_BL):
 
 
 def _last_score(score_BL, top: routing.Selection):
-  """Returns the lowest score of each row's chosen tokens; inf without any."""
+  """Returns each row's lowest score of a chosen token; inf if it has none."""
   score_BK = jnp.take_along_axis(score_BL, top.index_BK, axis=-1)
   if top.valid_BK is not None:
     score_BK = jnp.where(top.valid_BK, score_BK, jnp.inf)

@@ -12,11 +12,11 @@ from mod_jax.layers.mode import Part, RoutingMode, RuleName
 from mod_jax.layers.rules import Rule
 from mod_jax.layers.scores import Score
 
-# `RoutingConfig` fields with which a model that starts from dense weights
-# computes what the dense one does while all tokens are processed: the gate is 1
-# at score 0, and the scores are near 0. The norm keeps them so although
-# pretrained features are large; the nonzero std avoids ties, which top-k would
-# break in favour of early tokens.
+# `RoutingConfig` fields for a model that starts from dense weights. While all
+# tokens are processed, its outputs are nearly those of the dense model: the
+# gate is 1 at score 0, and the scores are near 0. `router_norm` keeps the
+# scores near 0 although pretrained features are large. A nonzero std avoids
+# equal scores, of which top-k would choose those of early tokens.
 LIKE_DENSE = {
   'gate': 'one_plus_tanh',
   'router_norm': True,
@@ -44,22 +44,25 @@ class RoutingConfig:
   # Indices of the routed blocks, counted from 0; None = those that `period`,
   # `offset` and `first` select.
   layers: tuple[config_lib.Layer, ...] | None = None
-  # Score by which tokens are chosen: a learned router, a control that ignores
-  # the tokens (`gaussian`, `stride`), for image tokens the attention of the
-  # prompt's last token (`last_attention`), or the config of another score.
+  # Score by which tokens are chosen: a learned router's output (`learned`), a
+  # control that ignores the tokens (`gaussian`, `stride`), the attention that
+  # the prompt's last token gives to image tokens (`last_attention`), or the
+  # config of another score.
   score: Literal['learned', 'gaussian', 'stride', 'last_attention'] | Score = (
     'learned'
   )
   # Function of the score that multiplies the update; None = the default of the
   # score. Scores that ignore the tokens never multiply it.
   gate: Literal[routing.GATES] | None = None
-  # Factor of the gates `alpha_sigmoid` and `alpha_tanh`.
+  # Factor α of the gates `alpha_sigmoid` (α · sigmoid) and `alpha_tanh` (1 + α
+  # · tanh).
   gate_alpha: config_lib.Factor = 2.0
   # Kinds of token, of `token_info.KINDS`, among which a block chooses; None =
-  # all tokens. Capacity is the fraction of these; tokens of other kinds always
-  # enter, with weight 1, and so does what a model adds to a prompt. Choices are
-  # by top-k under any rule, since nothing that is chosen is still to come. Only
-  # the tokens of text with pictures (`VLMConfig`) have kinds.
+  # all tokens. Capacity is the fraction of these kinds that is chosen. Tokens
+  # of other kinds, such as those that a model generates, always enter, with
+  # weight 1. The choice is by top-k, whatever the routing rule: all tokens of
+  # these kinds are in the prompt, so top-k needs no later token. Only tokens of
+  # text with pictures (`VLMConfig`) have kinds.
   kinds: tuple[Literal['image', 'text', 'question'], ...] | None = None
   # Standard deviation of the learned router's initial weights; at 0 all tokens
   # start with the same score.
@@ -77,12 +80,12 @@ class RoutingConfig:
   # else x. `weigh_bypass`: x + w·f if chosen, else (1 - w)·x. `replace`:
   # w·(x + f) if chosen, else x.
   combine: Literal['add', 'weigh_bypass', 'replace'] = 'add'
-  # Whether a block processes all tokens of a sequence or none, by whether their
-  # mean score is above 0. Such a model cannot sample, since the choice depends
-  # on the whole text; gradients need the module from `build(train=True)`.
+  # Whether a block processes all tokens of a sequence if their mean score is
+  # above 0, and else none. Such a model cannot sample, since the choice depends
+  # on the whole text. For gradients use the module of `build(train=True)`.
   per_sequence: bool = False
-  # Weight of the loss that pulls the fraction of tokens or sequences that want
-  # to be processed towards the capacity; 0 = none. Not for top-k.
+  # Weight of the loss that pulls the fraction of tokens, or sequences, with a
+  # score above 0 towards the capacity; 0 = no such loss. Top-k needs none.
   balance_loss: config_lib.Weight = 0.0
 
   # Class constants, not fields; subclasses turn some of them into fields.
@@ -239,7 +242,8 @@ class RoutingConfig:
     values = routing.layer_capacities(
       self.capacity, len(routed), decay=self.capacity_decay
     )
-    # A list follows the order of `layers`, `capacity_decay` the depth.
+    # A list of capacities has the order of `layers`; otherwise the capacities
+    # are in order of depth.
     listed = isinstance(self.capacity, tuple) and layers is not None
     by_layer = dict(zip(layers if listed else routed, values, strict=True))
     if self.capacity_schedule == 'shifted_cosine':
@@ -272,8 +276,8 @@ class MoDConfig(RoutingConfig):
   # Rule that chooses tokens in training: top-k, or the causal rule that will be
   # used afterwards.
   train_rule: RuleName | Rule = 'top_k'
-  # What the chosen tokens enter; all tokens enter the rest of the block. A
-  # router of the feed-forward alone reads the features after the attention.
+  # Part of a block that only the chosen tokens enter; all tokens enter the
+  # rest. With `mlp`, the router reads the features after the attention.
   part: Part = 'block'
   # Slots of a block trained by a causal rule, as a multiple of its capacity.
   train_slack: Annotated[float, config_lib.Range(ge=1)] = 1.25
@@ -325,7 +329,7 @@ class MoDConfig(RoutingConfig):
     return tuple(sorted(usable, key=lambda rule: rule != train_rule))
 
   def mode(self, rule: str, **kwargs) -> RoutingMode:
-    """Returns the mode of a rule by name; keywords are other fields of it."""
+    """Returns the mode with the rule of this name; keywords are its fields."""
     train_rule = self.train_rule
     if isinstance(train_rule, Rule) and train_rule.name == rule:
       return RoutingMode(rule=train_rule, **kwargs)
@@ -337,8 +341,8 @@ class VisionRoutingConfig(RoutingConfig):
   """Routing in a vision transformer: MoD, or A-MoD by attention.
 
   The score `attention` is the mean attention that a token receives in the
-  previous block (A-MoD, Gadhikar et al. 2024). It has no parameters and does
-  not multiply the update; `gate='raw'` does so, for the paper's ablation.
+  previous block (A-MoD, Gadhikar et al. 2024). It has no parameters. It does
+  not multiply the update unless `gate='raw'`, an ablation of the paper.
   """
 
   capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.5

@@ -31,8 +31,8 @@ class Routing:
       the same for all rows; None if the block keeps no average.
     top_k_BL: whether top-k chooses the token; None when decoding.
     kth_B: float32 lowest score among `top_k_BL`; None when decoding.
-    candidate_BL: tokens among which the block chooses, where all others enter;
-      None if it chooses among all.
+    candidate_BL: tokens among which the block chooses, while all other tokens
+      enter; None if it chooses among all tokens.
   """
 
   score_BL: jax.Array
@@ -56,7 +56,7 @@ class Rule(config_lib.Validated, abc.ABC):
   skipping the block would hide it.
 
   Attributes:
-    num_slots: most slots of a sequence; None for what the mode says.
+    num_slots: number of slots per sequence; None if `RoutingMode` computes it.
   """
 
   num_slots: ClassVar[int | None] = None

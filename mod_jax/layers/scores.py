@@ -26,8 +26,9 @@ class Score(config_lib.Validated, abc.ABC):
     gates: whether the score can multiply the update at all.
     needs_attention: whether `run` needs the attention that the tokens received
       in the previous block, which then must be dense.
-    attention: from which tokens: all of them, or the last one of the prompt.
-      The latter is measured once, before the first routed block.
+    attention: which attention `run` needs: the mean over all tokens that
+      attend, or that of the prompt's last token. The latter is computed once,
+      before the first routed block.
   """
 
   gate: ClassVar[str] = 'none'
@@ -66,9 +67,9 @@ class Score(config_lib.Validated, abc.ABC):
     """
 
   def fixed(self, score_BL: jax.Array, capacity: float) -> jax.Array | None:
-    """Returns which tokens a fixed threshold chooses.
+    """Returns mask_BL: the tokens that a fixed threshold chooses.
 
-    Only for scores that ignore the tokens, and so are causal; else None.
+    Scores that depend on the tokens have no fixed threshold; they return None.
     """
     del score_BL, capacity
     return None
@@ -103,8 +104,8 @@ class RouterWeights:
     if self.normalized:
       x = scale_to_unit(x)
     if self.hidden_kernel is not None:
-      # Accelerators must not round this to bfloat16, or forward pass and
-      # decoding would disagree about scores near each other.
+      # Keep accelerators from rounding to bfloat16: the forward pass and
+      # decoding could then order nearly equal scores differently.
       x = jnp.matmul(x, self.hidden_kernel, precision='highest')
       if self.hidden_bias is not None:
         x += self.hidden_bias
@@ -178,7 +179,7 @@ class Learned(Score):
   shared: bool = False
 
   def router(self, name: str | None = None) -> Router:
-    """Returns the module; it needs no name within a linen `setup`."""
+    """Returns the module; `name` is not needed in a linen `setup`."""
     return Router(
       *(self.std, self.normalized, self.bias, self.hidden, self.activation),
       name=name,
@@ -243,11 +244,11 @@ class Attention(_Free):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LastAttention(Attention):
-  """The attention that the prompt's last token gave before the first routed
-  block (FastV, Chen et al. 2024), by which all routed blocks choose alike.
+  """The attention of the prompt's last token (FastV, Chen et al. 2024).
 
-  It is for blocks that choose among image tokens, which precede that token, so
-  that an answer has no part in the choice.
+  It is that of the block before the first routed one; all routed blocks use it.
+  They must choose among image tokens only, which precede that last token: so
+  the choice does not depend on the answer.
   """
 
   attention = 'last'

@@ -15,8 +15,8 @@ from mod_jax.layers.token_info import TokenInfo
 class Slot(config_lib.Validated, abc.ABC):
   """Config of a module that maps each token's features to features.
 
-  Subclasses must be frozen dataclasses. They may live in any module, but saved
-  configs refer to it, so import it before reading them.
+  Subclasses must be frozen dataclasses, in any module. A saved config names the
+  module, which must be imported before the config is read.
 
   Attributes:
     tells: whether `run` returns aux besides the features.
@@ -44,11 +44,11 @@ class Slot(config_lib.Validated, abc.ABC):
       mode: how the model runs.
 
     Returns:
-      y [B, L, …], and aux by kind, which losses, metrics and pictures read by
-      `stack.collect`. The kinds `router`, `attention`, `adaptive`, `experts`,
-      `features`, `captured` and `merged_into` are reserved. Other kinds are
-      up to the task's loss: see `Task.loss`, and `tasks/adaptive.py` for one
-      that reads aux.
+      y [B, L, …], and a dictionary of aux by kind, which losses, metrics and
+      pictures get from `stack.collect`. The kinds `router`, `attention`,
+      `adaptive`, `experts`, `features`, `captured` and `merged_into` are
+      reserved. A task's loss may use any other kind: see `Task.loss`, and
+      `tasks/adaptive.py` for an example that reads aux.
     """
 
   @abc.abstractmethod
@@ -58,22 +58,24 @@ class Slot(config_lib.Validated, abc.ABC):
   @property
   @abc.abstractmethod
   def num_params(self) -> int:
-    """Number of parameters."""
+    """Number of parameters of the module that `run` creates."""
 
   @property
   def maps(self) -> dict[str, 'Slot']:
-    """The slots of dense maps within this one, by name; may be adapted."""
+    """Slots of the linear maps in this slot, by name; LoRA may adapt them."""
     return {}
 
   def with_maps(self, maps: dict[str, 'Slot']) -> 'Slot':
-    """Returns the slot with some of its `maps` replaced, by its `slots`."""
+    """Returns the slot with the `maps` of these names replaced.
+
+    It adds `maps` to the field `slots`, which a subclass with maps must have.
+    """
     return dataclasses.replace(self, slots=self.slots + tuple(maps.items()))
 
   def weight_flops(self, name: str, tokens: int) -> dict[str, int]:
-    """Returns the forward FLOPs of products with weights, by parameter.
+    """Returns the forward FLOPs of products with weights, by parameter name.
 
-    The gradient of a weight takes as many, unless the weight is frozen. `name`
-    is that of the slot. A slot that does not tell its parameters apart is a
-    single one of that name.
+    The gradient of a weight takes as many FLOPs, unless the weight is frozen.
+    `name` is the name of the slot; by default all FLOPs count under that name.
     """
     return {name: sum(self.flops(tokens).values())}

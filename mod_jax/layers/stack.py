@@ -90,7 +90,7 @@ class StackConfig:
     )
 
   def lengths(self, length: int) -> tuple[int, ...]:
-    """Returns how many tokens reach each layer, and how many are left."""
+    """Returns how many tokens reach each layer, and how many leave the last."""
     lengths = [length]
     for layer in self.layers:
       lengths.append(layer.block.left(lengths[-1]))
@@ -120,10 +120,10 @@ class StackConfig:
     ]
 
   def prefixes(self, layer: int) -> tuple[str, ...]:
-    """Returns how the names of a layer's parameters begin.
+    """Returns the prefixes of the names of a layer's parameters.
 
-    Scanned layers are trained together. A router that layers share counts as
-    the first one's of them.
+    All scanned layers have the same prefixes. A router that layers share counts
+    as a part of the first routed layer.
     """
     if self.scan:
       return ('layers/', 'router/')
@@ -141,8 +141,8 @@ class StackConfig:
     """Returns empty caches for at most `length` tokens, fewer in routed layers.
 
     `length_B` is the final number of tokens of each sequence, which determines
-    its slots under `overflow='drop'`; None = `length`. `image_places` is that
-    of `TokenInfo`, in all calls that fill the caches together.
+    its slots under `overflow='drop'`; None = `length`. `image_places` is the
+    sum of `TokenInfo.image_places` over all calls that fill the caches.
     """
 
     def layer_cache(layer):
@@ -188,7 +188,8 @@ def layer_configs(
   """Returns the layers of a model that uses one block config throughout.
 
   The drop rate rises linearly from 0 at the first layer to `stochastic_depth`.
-  `source_routing` says which layers read a part of the source only.
+  In the layers that `source_routing` selects, cross-attention reads only a part
+  of the source.
   """
   blocks = [block] * num_layers
   if experts is not None:
@@ -223,7 +224,11 @@ def layer_configs(
 
 
 def _scored_layers(routing: RoutingConfig, num_layers: int) -> dict[int, str]:
-  """Returns the score of each layer whose attention others choose by."""
+  """Returns the attention score, by layer, that routed layers choose by.
+
+  The layers right before the routed ones compute it; for `last`, only the layer
+  before the first routed one does.
+  """
   kind = routing.scorer.attention
   capacities = routing.capacities(num_layers)
   routed = [i for i, capacity in enumerate(capacities) if capacity is not None]
@@ -239,7 +244,7 @@ def _scored_layers(routing: RoutingConfig, num_layers: int) -> dict[int, str]:
 
 
 def remat(module: type[nn.Module], kind: Remat, *, scanned: bool = False):
-  """Returns the module class, rematerialised for the backward pass.
+  """Returns the module class, wrapped in gradient checkpointing.
 
   Routing choices are always saved: a recomputed top-k may choose other tokens.
   """
@@ -276,8 +281,9 @@ def _run(block, *args) -> LayerOutput:
   return block(*args)
 
 
-# Traces layers of equal config and shapes only once; tracing takes most of the
-# time before XLA starts. Only for generation, which compiles for many shapes.
+# `nn.jit` traces layers of equal config and shapes only once; tracing takes
+# most of the time before XLA compiles. Only generation uses this function,
+# since it compiles for many shapes.
 _run_alike = nn.jit(_run)
 
 
@@ -312,7 +318,7 @@ class Group(nn.Module):
   def __call__(self, x_BLD, caches, info, router, depth=None):
     """Returns x_BLD and (each layer's aux, the new caches or None).
 
-    With `depth`, runs the first layers only; the other caches stay unchanged.
+    With `depth`, runs that many layers; the caches of the others stay the same.
     """
     depth = len(self.layers) if depth is None else depth
     auxes, new_caches, score_BL = [], [], None
@@ -405,14 +411,15 @@ class Stack(nn.Module):
     return self.group.step(layer, x_BLD, *args, router=router, **kwargs)
 
   def _shared(self, x_BLD) -> RouterWeights | None:
-    """Returns the router that all routed layers share, if any."""
+    """Returns the weights of the router that routed layers share, or None."""
     return self.router and self.router.weights(x_BLD.shape[-1])
 
 
 def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
-  """Returns all aux of one kind by name: `block_1`, or `block_1/mlp` of a slot.
+  """Returns all aux of one kind by name.
 
-  The kind is `router`, `attention`, or one that slots return.
+  `auxes` are those of the layers, in order. The kinds `router` and `attention`
+  have names such as `block_1`; kinds that slots return, such as `block_1/mlp`.
   """
   by_name = {}
   for i, aux in enumerate(auxes):
@@ -425,7 +432,10 @@ def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
 
 
 def unrolled(config: StackConfig, variables):
-  """Converts an unboxed collection of a model to unrolled layers."""
+  """Returns an unboxed collection, in which no layers are stacked for a scan.
+
+  Arrays of scanned layers, in `layers`, are split into those of `block_<i>`.
+  """
   if 'layers' not in variables:
     return variables
   variables = dict(variables)
@@ -452,7 +462,7 @@ def _together(*x):
 
 
 def scanned(config: StackConfig, variables):
-  """Inverts `unrolled`."""
+  """Returns a collection with arrays stacked for a scan; inverts `unrolled`."""
   if 'layers' in variables:
     return variables
   variables = dict(variables)

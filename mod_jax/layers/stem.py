@@ -14,7 +14,8 @@ class ConvStemConfig:
 
   width: config_lib.Width = 64  # Channels.
   depth: config_lib.Unrolled = 3  # Convolutions.
-  # So many of them, from the first, halve the resolution; LV-ViT's only once.
+  # Number of convolutions, the first ones, that halve the resolution; 1 in
+  # LV-ViT.
   halvings: config_lib.Size = 1
 
   def __post_init__(self):
@@ -32,7 +33,7 @@ class ConvStemConfig:
     return self.width
 
   def flops(self, height: int, width: int) -> int:
-    """Returns the FLOPs of a picture's features; BatchNorm is folded in."""
+    """Returns the FLOPs for one picture, those of the convolutions only."""
     total, inputs = 0, 3
     for i in range(self.depth):
       if i < self.halvings:
@@ -44,7 +45,7 @@ class ConvStemConfig:
 
 
 class ConvStem(nn.Module):
-  """image_BHWC -> x_BHWC at a `config.stride`-th of the resolution."""
+  """Maps image_BHWC to x_BHWC at 1/`config.stride` of the resolution."""
 
   config: ConvStemConfig
   train: bool = False  # Whether BatchNorm uses and tracks batch statistics.

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 
 from mod_jax import routing
 
-# Kinds of token, in the order of their numbers in `TokenInfo.kind_BL`. `text`
-# is what frames a question, such as instructions; `answer` is also what a model
-# adds itself. `MoDConfig.kinds` lists those among which blocks may choose, and
-# `data.conversations.Kind` those of text.
+# Kinds of token; `TokenInfo.kind_BL` holds indices into this tuple. `text` is
+# text around a question, such as instructions; `answer` includes the tokens
+# that a model generates. `MoDConfig.kinds` lists the kinds among which blocks
+# may choose, and `data.conversations.Kind` the kinds that text can have.
 KINDS = ('image', 'text', 'question', 'answer')
 IMAGE = KINDS.index('image')
 
@@ -21,7 +21,8 @@ class Source:
   Attributes:
     x_BSD: features of S tokens, as wide as those of the tokens that read them.
     valid_BS: False for padding; None if every token is real.
-    place_BSD: as `TokenInfo.place_BLD`; it is added to what keys are made of.
+    place_BSD: position embedding that is added to the inputs of the keys but
+      not of the values, like `TokenInfo.place_BLD`; None for no addition.
     score_BS: attention that each token received from the previous layer; None
       if no layer needs it.
   """
@@ -60,18 +61,18 @@ class TokenInfo:
       `attention.masked_attention`. Dropped tokens are not valid either.
     index_BL: int32 position of each token in the row that the model was called
       with; None if all of its tokens are present, in order.
-    count_B: int32 number of tokens by which each row gets slots of experts;
-      None for its number of valid tokens.
-    size_BL: number of tokens that each one stands for, which attention counts;
-      None for 1.
-    place_BLD: position embedding that each attention adds to what its queries
-      and keys are made of, but not its values (Carion et al. 2020); None if
-      positions are in the features, or rotate them.
-    source: what cross-attention reads, the same for all tokens of a sequence;
-      None without cross-attention.
-    kind_BL: int32 index into `KINDS`; None if no token is of a kind.
-    image_places: number of places of a sequence that are kept for tokens of the
-      kind `image`, also where it has fewer; static.
+    count_B: int32 number of tokens from which each row's slots of experts are
+      computed; None for its number of valid tokens.
+    size_BL: number of original tokens that each token was merged from; it
+      counts as often in attention. None for 1.
+    place_BLD: position embedding that each attention adds to the inputs of its
+      queries and keys, but not of its values (Carion et al. 2020); None if the
+      features contain positions, or rotary embedding adds them.
+    source: tokens that cross-attention reads, the same for all tokens of a
+      sequence; None without cross-attention.
+    kind_BL: int32 index into `KINDS`; None if tokens have no kind.
+    image_places: number of places of each sequence that are reserved for image
+      tokens, of which it may have fewer; static.
   """
 
   position_BL: jax.Array
@@ -87,7 +88,7 @@ class TokenInfo:
   image_places: int = flax.struct.field(pytree_node=False, default=0)
 
   def of_kinds(self, kinds: tuple[str, ...]) -> jax.Array:
-    """Returns which real tokens are of one of the kinds, by name."""
+    """Returns mask_BL: the real tokens of one of these kinds."""
     if self.kind_BL is None:
       return jnp.zeros(self.position_BL.shape, bool)
     numbers = jnp.array([KINDS.index(kind) for kind in kinds])
@@ -99,8 +100,8 @@ class TokenInfo:
   ) -> 'TokenInfo':
     """Returns the facts of the chosen tokens; empty slots become invalid.
 
-    The new `count_B` are each row's slots, which unlike the number of chosen
-    tokens do not depend on later tokens.
+    `count_B` is that of the result: each row's number of slots, which unlike
+    its number of chosen tokens does not depend on later tokens.
     """
     gathered = jax.tree.map(
       lambda x: routing.gather_tokens(x, selection.index_BK),

@@ -1,8 +1,9 @@
 """Choices among the many logits of a vocabulary.
 
-They go by blocks of tokens: first a block, then a token in it. XLA for CPUs is
-slow to find the place of the largest of many numbers, and slower to make random
-numbers for all of them (`benchmarks/choose_token.py`).
+The tokens are divided into blocks: functions first choose a block, then a token
+in it. XLA for CPUs is slow to find the index of the largest of many numbers,
+and slower to make random numbers for all of them
+(`benchmarks/choose_token.py`).
 """
 
 import jax
@@ -12,7 +13,7 @@ _BLOCK = 256
 
 
 def argmax(x: jax.Array) -> jax.Array:
-  """Returns `x.argmax(axis=-1)`: of equal numbers the first."""
+  """Returns `x.argmax(axis=-1)`: the first index of the largest number."""
   x_NK = _blocks(x, -jnp.inf)
   return _token(x_NK, x_NK.max(axis=-1).argmax(axis=-1), jnp.argmax)
 
@@ -30,7 +31,7 @@ def draw(key: jax.Array, weight_V: jax.Array) -> jax.Array:
 
 
 def _blocks(x, fill):
-  """Returns [..., V] as [..., N, K], filled up at the end."""
+  """Returns [..., V] as N blocks [..., N, K], padded with `fill` at the end."""
   missing = -x.shape[-1] % _BLOCK
   if missing:
     widths = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
@@ -39,7 +40,7 @@ def _blocks(x, fill):
 
 
 def _token(x_NK, block, choose):
-  """Returns the token that `choose` finds in a block."""
+  """Returns the token that `choose` finds in the block of index `block`."""
   x_1K = jnp.take_along_axis(x_NK, block[..., None, None], axis=-2)
   token = block * _BLOCK + choose(x_1K[..., 0, :], axis=-1)
   return token.astype(jnp.int32)

@@ -28,17 +28,17 @@ def acm_mlp(
   """Returns y_TD: the sum of the first `num_learners` learners of each token.
 
   `y_t = Σ_{n < k_t} act(x_t · W1_n + b1_n) · W2_n` (Wójcik et al. 2023, Eq. 1).
-  Only the chosen products are computed, up to tiles of tokens with similar k,
-  also for the gradients of x, w1, b1 and w2. Sums are in float32.
+  Tokens with similar k share a tile; a learner is computed only for tiles with
+  a token that chose it, also in the gradients. Sums are in float32.
 
-  With gradients, the forward pass keeps hidden units before the activation,
+  For gradients the forward pass keeps the hidden units before the activation,
   T · N · F numbers in the dtype of x, as a static MLP does. On TPUs it keeps
-  nothing, and the backward pass computes them again.
+  nothing, and the backward pass recomputes the hidden units.
 
   The number of learners has no gradient. The computation and the result are in
   the dtype of x, to which weights are cast. Non-finite weights of a learner may
-  affect tokens that do not run it but share a tile with one that does; on TPUs,
-  so may a non-finite token those of the same 128.
+  affect tokens that do not run it but share a tile with one that does. On TPUs,
+  a non-finite token may affect the others in its block of 128 tokens.
 
   Args:
     x_TD: tokens, in any order.

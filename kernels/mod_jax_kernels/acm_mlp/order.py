@@ -1,4 +1,4 @@
-"""Order of the tokens by their number of learners, most first."""
+"""Order of the tokens by their number of learners, the largest first."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 
 class Order(NamedTuple):
-  """Tokens ordered so that those of learner n are the first `count_N[n]`.
+  """Order of tokens in which the first `count_N[n]` are those of learner n.
 
   Attributes:
     num_learners_T: int32 number of learners of each token, 0..N.
     token_T: int32 token at each slot.
-    slot_T: int32 slot of each token, the inverse.
+    slot_T: int32 slot of each token, the inverse of `token_T`.
     count_N: int32 number of tokens that run each learner; never increasing.
   """
 
@@ -23,7 +23,7 @@ class Order(NamedTuple):
 
 
 def order(num_learners_T: jax.Array, learners: int) -> Order:
-  """Returns the order of at least one token.
+  """Returns the order of tokens, of which there must be at least one.
 
   Args:
     num_learners_T: integers, clipped to 0..N.
@@ -43,10 +43,10 @@ def order(num_learners_T: jax.Array, learners: int) -> Order:
 
 
 def slots(k_XT, learners):
-  """Returns the place of each number along the last axis, the largest first.
+  """Returns each number's rank along the last axis, 0 for the largest.
 
-  The order is stable. It is found by counting, as there are few different
-  numbers: 0 to `learners`.
+  Equal numbers keep their order. Ranks are found by counting, since there are
+  few different numbers: 0 to `learners`.
   """
   levels_K1 = jnp.arange(learners, -1, -1, dtype=jnp.int32)[:, None]
   same_XKT = (k_XT[..., None, :] == levels_K1).astype(jnp.int32)

@@ -1,11 +1,12 @@
 """Learners on TPUs.
 
-A TPU moves single rows slowly, so kernels read tokens as they lie, in tiles of
-many, and order them on the chip, those with the most learners first: blocks of
-128 by products with one-hot matrices, and then pieces of eight rows, as
-registers hold them, over the whole tile. Each learner runs on the first pieces,
-in units of 128 rows. Hidden units stay on the chip, too. The kernel of the
-gradient recomputes them, and sums the gradients of weights over its tiles.
+A TPU moves single rows slowly. So kernels read large tiles of tokens in their
+given order, and sort them on the chip, tokens with the most learners first:
+first blocks of 128 tokens, by products with one-hot matrices; then, in the
+whole tile, pieces of eight rows, the height of a register. Each learner runs on
+the first pieces, in units of 128 rows. Hidden units stay on the chip. The
+kernel of the gradient recomputes them, and sums gradients of weights over its
+tiles.
 """
 
 import functools
@@ -30,11 +31,12 @@ from mod_jax_kernels.pallas_parts import (
 )
 
 PIECE = 8  # Rows of a register of float32.
-# On-chip memory for rows of a tile and gradients of weights. The rest is for
-# blocks of weights, and for what is computed of a unit.
+# On-chip memory for a tile's rows and gradients of weights together, and for
+# the gradients alone. The rest of VMEM_BYTES is for blocks of weights and for
+# intermediate results of a unit.
 _BYTES = 42 * 2**20
 _GRADIENT_BYTES = 20 * 2**20
-# Most weights in a block of either of a learner's two kernels.
+# Maximum number of weights in a block of each of a learner's two kernels.
 _WEIGHTS = 2**20
 
 
@@ -44,15 +46,16 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep):
   plan = forward_plan(x_TD, w1_NDF, b1_NF, w2_NFD, order)
   unit = functools.partial(_outputs, activation=activation)
   (y_TD,) = plan.call(unit, range(plan.steps), plan.tiles, x_TD.dtype)
-  # Programs for several platforms need one shape. `backward` does not read it,
-  # so the compiler makes no such array.
+  # A placeholder for the hidden units: where a program is for several
+  # platforms, all backends must return the same shapes. `backward` below does
+  # not read the array, so the compiler removes it.
   units = x_TD.shape[0], b1_NF.size
   return y_TD, jnp.zeros(units, x_TD.dtype) if keep else None
 
 
 @dispatch.jit(static_argnames='activation')
 def backward(x_TD, w1_NDF, b1_NF, w2_NFD, order, _, g_TD, *, activation):
-  """See `reference.backward`; hidden units are computed again."""
+  """See `reference.backward`; hidden units are recomputed."""
   weights = w1_NDF, b1_NF, w2_NFD
   plan = backward_plan(x_TD, *weights, g_TD, order)
   unit = functools.partial(_gradients, activation=activation)
@@ -90,16 +93,16 @@ def backward_plan(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order):
 class Plan:
   """Grid and blocks of a kernel.
 
-  It loops over tiles, and in a tile over steps: blocks of hidden units of each
-  learner, which add up as learners do.
+  The kernel loops over tiles of tokens, and in a tile over steps. A step is a
+  block of hidden units of a learner; results of all steps are summed.
 
   Attributes:
-    tiles: of tokens.
-    steps: blocks of hidden units of all learners.
-    rows: of a tile.
+    tiles: number of tiles.
+    steps: number of steps of all learners.
+    rows: number of rows of a tile.
     pieces_IN: number of pieces of eight rows that run each learner, for each
       tile; flat.
-    gradient_bytes: of the gradients of a step's weights.
+    gradient_bytes: size of the gradients of a step's weights, in bytes.
   """
 
   def __init__(self, arrays, weights, order, width, num_bytes):
@@ -108,7 +111,7 @@ class Plan:
     self._learners, inputs, hidden = w1_NDF.shape
     outputs = w2_NFD.shape[-1]
     self._arrays, self._width = arrays, width
-    # Add a dimension, so that blocks of one row span a whole dimension.
+    # Add a dimension of size 1, so that blocks of one row span a whole one.
     self._weights = w1_NDF, b1_NF.astype(jnp.float32)[:, None], w2_NFD
     most = min(sizes['hidden'], _WEIGHTS // max(inputs, outputs))
     units = block_of(hidden, max(most, LANES))
@@ -116,14 +119,14 @@ class Plan:
     self.steps = self._learners * self._blocks
     self._shapes = (inputs, units), (1, units), (units, outputs)
     self.gradient_bytes = 4 * sum(a * b for a, b in self._shapes)
-    # Blocks of tokens and of the result are there twice, and once in order.
+    # Rows of tokens and results: two buffers each, and a sorted float32 copy.
     tokens, dtype = arrays[0].shape[0], arrays[0].dtype
     row_bytes = (2 * dtype.itemsize + 4) * (
       width + sum(a.shape[1] for a in arrays)
     )
     most = max(min(sizes['rows'], num_bytes // row_bytes) // LANES, 1) * LANES
     tiles = pl.cdiv(tokens, most)
-    tiles += tiles > 1 and tiles % 2  # As many for each of two cores.
+    tiles += tiles > 1 and tiles % 2  # Two cores get as many tiles each.
     self.rows = pl.cdiv(pl.cdiv(tokens, tiles), LANES) * LANES
     self.tiles = pl.cdiv(tokens, self.rows)
     padding = self.tiles * self.rows - tokens
@@ -140,13 +143,13 @@ class Plan:
     Args:
       unit: maps rows of the arrays, whether they run the learner, and blocks of
         weights to rows of the result and, if `sums`, gradients of the weights.
-      steps: a range of them.
-      parts: in which tiles are cut, to run apart.
-      dtype: of the result.
-      sums: whether to sum gradients.
+      steps: range of the steps to run.
+      parts: number of parts of the tiles, which cores run separately.
+      dtype: dtype of the result.
+      sums: whether to sum gradients of weights over the tiles of a part.
 
     Returns:
-      The result, and gradients of each part and step.
+      The result, then gradients [parts, steps, …] of each of the weights.
     """
     rows, in_part = self.rows, pl.cdiv(self.tiles, parts)
 
@@ -155,8 +158,8 @@ class Plan:
       return jnp.minimum(p * in_part + i, self.tiles - 1)
 
     def block(p, i, s, running_I):
-      # An unchanged index reads no new block, so steps that do not run keep the
-      # last one's.
+      # Pallas reads no block if its index has not changed, so steps that do not
+      # run keep the index of the last step that runs.
       step = jnp.minimum(s + steps.start, running_I[tile(p, i)] * blocks - 1)
       step = jnp.maximum(step, steps.start)
       return jax.lax.div(step, blocks), jax.lax.rem(step, blocks)
@@ -226,7 +229,7 @@ class Plan:
     return call(*self._scalars, self._k_IBL, *self._arrays, *self._weights)
 
   def of_learners(self, gradients, axis):
-    """Returns gradients of steps by learner; `axis` has the hidden units."""
+    """Returns [learners, …] of gradients of steps; `axis` gets the blocks."""
     return jnp.moveaxis(
       gradients.reshape(self._learners, self._blocks, *gradients.shape[1:]),
       1,
@@ -235,17 +238,17 @@ class Plan:
 
 
 def _places(k_IBL, learners):
-  """Returns where the pieces of each tile go, and how many run a learner.
+  """Returns the order of each tile's pieces, and how many run a learner.
 
   Returns:
-    running_I: number of learners that any token runs, for each tile.
-    pieces_IN: number of pieces of eight rows that run each learner, flat.
-    place_IC: place of each piece in its tile, flat.
+    running_I: largest number of learners of a token in each tile.
+    pieces_IN: number of each tile's pieces that run each learner, flat.
+    place_IC: place of each piece in its sorted tile, flat.
   """
   tiles, _, lanes = k_IBL.shape
   runs_IBLN = k_IBL[..., None] > jnp.arange(learners)
   count_IBN = runs_IBLN.sum(axis=2, dtype=jnp.int32)
-  # Learners that the first token of each piece runs, which runs the most.
+  # Number of learners of each piece's first token, which runs the most.
   most_IC = jnp.sum(
     count_IBN[:, :, None] > jnp.arange(0, lanes, PIECE)[:, None],
     axis=-1,
@@ -272,7 +275,7 @@ def _kernel(
   sums,
 ):
   """Sums results over steps in the rows of a tile, and gradients over tiles."""
-  del running_I  # For blocks of weights.
+  del running_I  # Only the block indices of weights depend on it.
   refs = iter(refs)
   (
     inputs,
@@ -317,16 +320,17 @@ def _kernel(
     def order(b, _):
       k_1L = k[0, pl.ds(b, 1)].astype(jnp.float32)
       k_L1 = picked(k_1L, square(0) == square(1))
-      # A token comes after those with more learners, and earlier equal ones.
+      # A token comes after tokens with more learners, and after earlier tokens
+      # with as many.
       after_LL = (k_L1 > k_1L) | ((k_L1 == k_1L) & (square(0) < square(1)))
       slot_1L = after_LL.astype(jnp.float32).sum(axis=0, keepdims=True)
       slots[pl.ds(b, 1)] = slot_1L.astype(jnp.int32)
       hot_LL = one_hot(b)
       arranged = [(ordered_k, picked(k_1L, hot_LL))]
       for ref, to in zip(inputs, ordered, strict=True):
-        # Rows past the end may hold anything, as may tokens without learners,
-        # and would spread in the product. In float32, because not all TPUs
-        # support selects of bfloat16.
+        # Set rows past the end and tokens without learners to 0: they may be
+        # NaN, which the product would spread. Select in float32, because not
+        # all TPUs support selects of bfloat16.
         x_LD = jnp.where(
           k_L1 > 0, ref[_rows(b, LANES)].astype(jnp.float32), 0.0
         )
@@ -395,7 +399,7 @@ def _outputs(x_LD, runs_L1, w1_DF, b1_1F, w2_FD, *, activation):
 def _gradients(x_LD, g_LD, runs_L1, w1_DF, b1_1F, w2_FD, *, activation):
   dtype = w1_DF.dtype
   x_LD = x_LD.astype(dtype)
-  # Rows that do not run the learner then add nothing to any of the results.
+  # Rows that do not run the learner must add nothing to any result.
   g_LD = jnp.where(runs_L1, g_LD, 0.0).astype(dtype)
   hidden_LF, slope_LF = reference.act_and_slope(
     product(x_LD, w1_DF) + b1_1F, activation

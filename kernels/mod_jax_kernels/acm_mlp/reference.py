@@ -7,23 +7,22 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 
-# Most tokens of a product. Smaller tiles waste less on tokens with smaller k,
-# larger ones use the matrix units better.
+# Maximum number of tokens of a product. Smaller tiles waste less work on tokens
+# that do not run the learner; larger tiles use the matrix units better.
 TILE = 256
 
 
 def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
   """Returns y_TD and, with `keep`, hidden units before the activation.
 
-  The units of the token at slot s are row s of before_SH, those of all learners
-  side by side; what the token does not run may hold anything. Without `keep`
-  there are none, and it is None.
+  Row s of before_SH has the units of the token at slot s, for all learners side
+  by side; units of learners that the token does not run may be anything.
+  Without `keep`, before_SH is None.
 
-  Each learner runs on the first tokens in `order`: on whole tiles, and on a
-  part of one that is large enough for the rest. Each size of a part is a
-  program of its own, so there are only as many as pay for the time to compile
-  them: fine steps where a step is much of the work. In this order each weight
-  is taken out of its array once.
+  The outer loop is over learners, so that each weight is sliced once. A learner
+  runs on the first tokens in `order`: on whole tiles, and for the rest on the
+  smallest sufficient part of a tile. Each size of a part is compiled by itself,
+  so there are few: in fine steps only where a step is much of the work.
   """
   tokens = x_TD.shape[0]
   learners, hidden, outputs = w2_NFD.shape
@@ -54,9 +53,9 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
 
     def on_tile(i, carry):
       start = i * tile
-      # The last size counts too, since `switch` bounds the number: without it
-      # the array of few tokens' sizes is empty, and XLA crashes on that in a
-      # sharded program.
+      # Compare with the last size too, although `switch` clamps its index: for
+      # few tokens there is only one size, and XLA crashes on an empty array in
+      # a sharded program.
       size = jnp.sum(count - start > jnp.asarray(sizes))
       branches = [functools.partial(on_rows, rows, start) for rows in sizes]
       return jax.lax.switch(size, branches, carry)
@@ -80,8 +79,8 @@ def backward(
 ):
   """Returns gradients of x, w1, b1 and w2, given the gradient g of y.
 
-  It loops over learners and tiles as `forward`, all of one size. `before_SH` is
-  what that has kept.
+  It loops over learners and tiles like `forward`, but all tiles have one size.
+  `before_SH` is what `forward` returned.
   """
   tile = dispatch.at_most(x_TD.shape[0], tile)
   token_S = _padded(order.token_T, tile)
@@ -97,7 +96,7 @@ def backward(
     def on_tile(i, carry):
       dx_SD, dw1_DF, db1_F, dw2_FD = carry
       start = i * tile
-      # Zero both for tokens that do not run the learner, so that these add
+      # Set both to 0 for tokens that do not run the learner, which then add
       # nothing to the weights' gradients even if they are not finite.
       runs_P1 = _runs(start, tile, order.count_N[n])
       x_PD, g_PD = (
@@ -150,7 +149,7 @@ def act_and_slope(before, activation):
 
 
 def _padded(token_T, tile):
-  """Returns the tokens of whole tiles: those past the end are out of range."""
+  """Returns the indices of tokens, padded to whole tiles with one too large."""
   tokens = token_T.size
   padding = -(-tokens // tile) * tile - tokens
   return jnp.pad(token_T, (0, padding), constant_values=tokens)

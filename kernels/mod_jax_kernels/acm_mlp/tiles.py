@@ -1,12 +1,12 @@
 """Block sizes, see `mod_jax_kernels.tiles`; at most the array's dimension."""
 
-# The two products compute blocks of [rows, *_columns] in steps of `inner`. `up`
-# has enough programs for wide blocks; in `down` two programs share a
-# multiprocessor, which balances the last wave. `slope`, the first kernel of the
-# gradient, has two accumulators. Gradients of weights compute blocks of
-# [weight_rows, weight_columns] in steps of `inner` tokens, for as many parts of
-# all. At ViT-B and 132 processors, without parts some would run three programs
-# and others two; with four parts they run nine or eight.
+# The products `up` and `down` compute blocks [rows, *_columns] in steps of
+# `inner`. `up` has enough programs for wide blocks; in `down` two programs
+# share a multiprocessor, which balances the last wave. `slope`, the first
+# kernel of the gradient, writes two blocks. Gradients of weights are computed
+# in blocks [weight_rows, weight_columns], in steps of `inner` tokens, for
+# `weight_parts` parts of the tokens: without parts, some of 132 processors run
+# three programs for a ViT-B, and others two; with four parts, nine or eight.
 _TRITON = {
   'rows': 128,
   'inner': 64,
@@ -31,8 +31,8 @@ _LARGE = {**_TRITON, 'up_stages': 4}
 
 TILES = {
   'triton': {'': _TRITON, 'NVIDIA A100': _LARGE, 'NVIDIA H': _LARGE},
-  # Most tokens of a tile, of which each learner runs whole units of 128, and
-  # hidden units of a step. Smaller tiles fill their last units less; smaller
-  # steps read and write the sums more often.
+  # Maximum numbers of tokens per tile and of hidden units per step. A learner
+  # runs on units of 128 tokens of a tile, and the last unit is not full: this
+  # matters more in small tiles. Small steps read and write the sums more often.
   'pallas': {'': {'rows': 4096, 'hidden': 1024}},
 }

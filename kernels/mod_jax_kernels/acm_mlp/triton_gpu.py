@@ -14,10 +14,11 @@ and splitting the outputs would recompute the hidden units for each part. A
 static MLP writes its hidden units too, so the cost is the same if all learners
 run.
 
-The gradient works alike: from hidden units before the activation, which the
-first kernel then writes too, `_slopes` computes those after it and gradients of
-both. `_down` turns these into the gradient of x, and `_weights` sums over the
-tokens of each learner, which are a prefix of the order.
+The gradient works alike. For it, the first kernel also writes the hidden units
+before the activation, from which `_slopes` computes the hidden units after the
+activation and the gradients before it. `_down` turns these gradients into the
+gradient of x. `_weights` computes gradients of weights: sums over the tokens of
+each learner, which are the first in the order.
 """
 
 import functools
@@ -42,7 +43,7 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep):
   rows, columns = blocks.rows, blocks('up_columns', hidden)
   gelu = activation == 'gelu'
   units = jax.ShapeDtypeStruct((tokens, learners * hidden), x_TD.dtype)
-  # Where the kernel writes no second array, one of a single number.
+  # If the kernel writes no second array, that output has a single number.
   before = units if gelu and keep else jax.ShapeDtypeStruct((1,), x_TD.dtype)
   hidden_SH, before_SH = triton_call(
     *(_up, x_TD, w1_NDF, b1_NF, order.token_T, order.count_N),
@@ -150,13 +151,13 @@ def _sum_over_tokens(left, right, w_NIJ, *, ordered, order, blocks):
 
 
 # Kernels. Sizes are constants: N learners, D inputs, F hidden units of a
-# learner, OUT outputs, P tokens of a tile. Block sizes are B and the dimension;
-# BK is that of a summed dimension. H is N · F. Row indices are 64-bit, because
-# T · N · F may exceed 2³¹.
+# learner, OUT outputs, P tokens of a tile. BF is the block size of F, and so
+# on; BK is the block size of a summed dimension. H is N · F. Row indices are
+# 64-bit, because T · N · F may exceed 2³¹.
 
 
-# With `tl.reduce`, because Triton interprets `tl.sum` only if the whole process
-# is interpreted.
+# Not `tl.sum`, which Triton can interpret only if TRITON_INTERPRET is set for
+# the whole process. Tests interpret single kernels (`triton_call.interpreted`).
 @triton.jit
 def _sum(x):
   """Returns the sum over the first axis."""
@@ -190,9 +191,9 @@ def _up(
 ):
   """Writes hidden units; one program per tile, learner and block of units.
 
-  With KEEP it also writes them before the activation.
+  With KEEP it also writes the hidden units before the activation.
   """
-  # Programs of a tile are neighbours, so that they share its tokens in cache.
+  # Programs of a tile have neighbouring indices, to find its tokens in cache.
   blocks: tl.constexpr = (F + BF - 1) // BF
   pid = tl.program_id(0)
   n = pid // blocks % N
@@ -267,7 +268,7 @@ def _down(
   slot_P1 = slot_P.to(tl.int64)[:, None]
   k_B = tl.arange(0, BK)
   sum_PB = tl.full((P, BO), 0.0, tl.float32)
-  # The learners' units are rows of one matrix: only the last step is partial.
+  # All learners' units are rows of one matrix: only the last step is partial.
   for k in range(0, columns, BK):
     f_B = k + k_B
     hidden_PK = tl.load(
@@ -376,10 +377,10 @@ def _weights(
   BT: tl.constexpr,
   PARTS: tl.constexpr,
 ):
-  """Writes leftᵀ · right over parts of a learner's tokens, the first in order.
+  """Writes leftᵀ · right, summed over each part of a learner's tokens.
 
-  Programs are alike: without parts there are too few of them to keep the last
-  processors busy.
+  The tokens are the learner's first `count` in order. Without parts there would
+  be too few programs to keep all processors busy until the end.
   """
   across: tl.constexpr = (RIGHT + BJ - 1) // BJ
   blocks: tl.constexpr = (LEFT + BI - 1) // BI * across

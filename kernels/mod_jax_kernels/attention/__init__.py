@@ -1,8 +1,8 @@
-"""Softmax attention: plain XLA anywhere, else the libraries' flash attention.
+"""Softmax attention: in plain XLA, or by flash attention from libraries.
 
 cuDNN on GPUs and splash on TPUs have their own gradients and residuals. For odd
-lengths, which JAX takes to cuDNN only if they are padded, GPUs run the kernels
-of `route_scores` without their scores.
+lengths, which must be padded for cuDNN, GPUs run the kernels of `route_scores`
+without their scores.
 `jax.lax.platform_dependent` would keep the residuals of all backends, so the
 backend is chosen when a program is traced: the first that suits the process.
 """
@@ -17,7 +17,7 @@ from mod_jax_kernels.attention import choice, reference
 
 Implementation = Literal['xla', 'cudnn', 'splash', 'triton']
 # Checkpoint name of the residuals of `splash`. A `jax.checkpoint` policy should
-# save them, else the whole kernel runs twice.
+# save them; otherwise the backward pass runs the forward kernel again.
 RESIDUALS = 'attention_residuals'
 _HERE = 'mod_jax_kernels.attention'
 OP = dispatch.Op(
@@ -69,13 +69,13 @@ def attention(
       packed document. Needs Q = S.
     implementation: `xla`; `cudnn` (GPU; 16-bit floats); `triton` (GPU; no mask
       and no segments, H = G and Q = S); `splash` (TPU; no mask_BQS, bfloat16 or
-      float32); or None to choose by the process that traces: on a GPU `cudnn`,
-      or `triton` for bfloat16 of an odd length, and on a TPU `splash` if they
-      support the arrays and are fast for their lengths, else `xla`. To lower a
-      program for
-      another platform, name the backend. Under a mesh of several devices, None
-      is `xla` outside of `shard_map`: the compiler cannot shard `splash`, and
-      `cudnn` only if q, k and v are sharded alike.
+      float32); or None to choose by the platform of the process that traces. On
+      a GPU None is `cudnn`, or `triton` for bfloat16 of an odd length; on a TPU
+      `splash`; but `xla` if these do not support the arrays or are slow for
+      their lengths. To lower a program for another platform, name the backend.
+      Under a mesh of several devices, None is `xla` outside of `shard_map`: the
+      compiler cannot shard `splash`, and `cudnn` only if q, k and v are sharded
+      alike.
 
   Raises:
     ValueError: shapes do not match; the requested backend is unknown or does

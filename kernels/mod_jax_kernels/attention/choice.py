@@ -21,7 +21,7 @@ def made_for(device: jax.Device):
 
 
 def splash_suits(q_BQHC, k_BSGC, *_) -> bool:
-  """Returns whether tracing is for a TPU, and lengths are whole tiles."""
+  """Returns whether tracing is for a TPU and lengths are multiples of 128."""
   # Other lengths need padding, whose cost has not been measured.
   is_tiled = q_BQHC.shape[1] % 128 == k_BSGC.shape[1] % 128 == 0
   return platform() == 'tpu' and is_tiled and not _split_by_compiler()
@@ -35,8 +35,8 @@ def cudnn_suits(*_) -> bool:
 def triton_suits(q_BQHC, *_) -> bool:
   """Returns whether tracing is for a GPU, and cuDNN would pad the tokens.
 
-  The kernels are .74 of its time for 197 tokens and .96 for 577, with scores
-  (`results/h100`). Beyond, padding is a small part.
+  The kernels, with scores, take .74 of cuDNN's time for 197 tokens and .96 for
+  577 (`results/h100`). From 1024 tokens on, padding costs little.
   """
   length, dtype = q_BQHC.shape[1], q_BQHC.dtype.name
   padded = length % 2 == 1 and length < 1024
@@ -44,10 +44,10 @@ def triton_suits(q_BQHC, *_) -> bool:
 
 
 def _split_by_compiler() -> bool:
-  """Returns whether several devices share arrays, outside of `shard_map`.
+  """Returns whether the compiler, not `shard_map`, would divide arrays.
 
-  The compiler cannot shard splash at all, and cuDNN only if q, k and v are
-  sharded alike.
+  It would if a mesh axis of several devices is not manual. The compiler cannot
+  shard splash at all, and cuDNN only if q, k and v are sharded alike.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return any(

@@ -9,9 +9,9 @@ from mod_jax_kernels.attention import choice, reference
 def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL, *, causal):
   """See `mod_jax_kernels.attention`.
 
-  Odd lengths get one more token, which no other sees: JAX refuses the gradient
-  of cuDNN's attention for them. For those with a mask cuDNN has none, and for
-  others JAX takes them for masked ones (0.11.2).
+  Odd lengths are padded by one token, which no other token sees, since JAX
+  (0.11.2) refuses the gradient of cuDNN's attention for odd lengths: cuDNN has
+  none for odd lengths with a mask, and JAX treats all odd lengths as masked.
   """
   if (platform := choice.platform()) != 'cuda':
     raise RuntimeError(
@@ -29,7 +29,7 @@ def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL, *, causal):
     )
     if mask_BQS is not None:
       mask_BQS = jnp.pad(mask_BQS, ((0, 0), (0, more_q), (0, more_k)))
-    elif not causal:  # Causal attention hides what comes last anyway.
+    elif not causal:  # A causal mask already hides the last token from others.
       for name, length in zip(('query', 'key_value'), lengths, strict=True):
         settings[f'{name}_seq_lengths'] = jnp.full(
           len(q_BQHC), length, jnp.int32

@@ -18,8 +18,8 @@ from mod_jax_kernels.pallas_parts import LANES, block_of
 def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL, *, causal):
   """See `mod_jax_kernels.attention`; takes no mask, and pads any lengths.
 
-  Padding gets its own segment. A causal call needs none, because no real query
-  sees the padding after it.
+  Padded keys get a segment of their own. A causal call without segments needs
+  none, because no real query sees the padding after it.
   """
   del mask_BQS  # None, see `choice.splash_lacks`.
   queries, keys = q_BQHC.shape[1], k_BSGC.shape[1]

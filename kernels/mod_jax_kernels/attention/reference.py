@@ -15,7 +15,7 @@ def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL, *, causal):
   keys, groups = k_BSGC.shape[1:3]
   mask_BQS = seen(mask_BQS, segment_BL, queries)
   q_BQGRC = q_BQHC.reshape(batch, queries, groups, heads // groups, channels)
-  # Heads first, so that each block is a plain batch of matrix products.
+  # Put heads first, so that each block is a plain batch of matrix products.
   q_BGRQC = jnp.moveaxis(q_BQGRC, 1, 3)
   k_BGSC, v_BGSC = jnp.moveaxis(k_BSGC, 1, 2), jnp.moveaxis(v_BSGC, 1, 2)
   size = max(_LEAST, -(-queries // _BLOCKS)) if causal else queries
@@ -40,9 +40,10 @@ def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL, *, causal):
 
 
 def seen(mask_BQS, segment_BL, queries):
-  """Returns a mask of both, of all queries; None if they see all keys."""
+  """Returns one mask_BQS for mask and segments; None if all keys are seen."""
   if mask_BQS is not None:
-    # Neither cuDNN nor slices of some queries take one for all of them.
+    # Broadcast a mask that all queries share: cuDNN does not take it, and
+    # `attention` above slices masks by queries.
     batch, _, keys = mask_BQS.shape
     mask_BQS = jnp.broadcast_to(mask_BQS, (batch, queries, keys))
   if segment_BL is None:
@@ -53,8 +54,8 @@ def seen(mask_BQS, segment_BL, queries):
 
 def _attend(q_BGRQC, k_BGSC, v_BGSC, mask_BQS):
   batch, groups, _, queries, channels = q_BGRQC.shape
-  # One axis for all queries of a group: XLA then fuses the products with the
-  # softmax on CPUs, and copies the scores otherwise.
+  # Put all queries of a group on one axis: on CPUs, XLA then fuses the products
+  # with the softmax; otherwise it copies the scores.
   q_BGTC = q_BGRQC.reshape(batch, groups, -1, channels)
   score_BGTS = jnp.einsum(
     'BGTC,BGSC->BGTS', q_BGTC, k_BGSC, preferred_element_type=jnp.float32
@@ -63,7 +64,8 @@ def _attend(q_BGRQC, k_BGSC, v_BGSC, mask_BQS):
   if mask_BQS is not None:
     keys = k_BGSC.shape[2]
     score_BGRQS = score_BGTS.reshape(batch, groups, -1, queries, keys)
-    # Finite, so that queries without any key give no NaN, even in gradients.
+    # A finite number, so that queries without any key give no NaN, even in
+    # gradients.
     lowest = jnp.finfo(jnp.float32).min / 2
     score_BGRQS = jnp.where(mask_BQS[:, None, None], score_BGRQS, lowest)
     score_BGTS = score_BGRQS.reshape(score_BGTS.shape)

@@ -19,8 +19,8 @@ def _lacks(x_TD, *_) -> str | None:
 
 Implementation = Literal['xla', 'loop', 'triton']
 OP = dispatch.Op(
-  # On CPUs and on NVIDIA GPUs (JAX 0.11.2) XLA multiplies all rows with the
-  # matrices of all groups: eight times the work with eight groups.
+  # `xla` multiplies all rows with the matrices of all groups on CPUs and on
+  # NVIDIA GPUs (JAX 0.11.2): eight times the work with eight groups.
   dispatch.Backend(
     name='triton',
     module='mod_jax_kernels.grouped_dot.triton_gpu',

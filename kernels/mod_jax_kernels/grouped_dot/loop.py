@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 
-# Most rows of a block. Each block reads its group's matrix, which takes longer
-# than the product if the rows are few.
+# Maximum number of rows of a block. Each block reads its group's matrix, which
+# takes longer than the product if the block has few rows.
 _BLOCK = 256
 
 
@@ -37,8 +37,8 @@ def weight_gradient(x_TD, dy_TF, size_E):
   x_SD, dy_SF = (jnp.pad(x, ((0, rows), (0, 0))) for x in (x_TD, dy_TF))
 
   def step(dw_EDF, group, start, count):
-    # Zero both in rows of others, which then add nothing even if they are not
-    # finite.
+    # Set both to 0 in rows of other groups, which then add nothing even if they
+    # are not finite.
     of_group_R1 = (jnp.arange(rows) < count)[:, None]
     x_RD, dy_RF = (
       jnp.where(of_group_R1, jax.lax.dynamic_slice_in_dim(x, start, rows), 0)
@@ -58,7 +58,11 @@ def _rows(tokens, groups):
 
 
 def _for_each_block(step, start, size_E, rows):
-  """Folds `step(carry, group, first row, remaining rows of the group)`."""
+  """Folds `step` over all blocks, with the initial carry `start`.
+
+  Arguments of `step` are the carry, the block's group, its first row, and the
+  number of rows from that row to the end of the group.
+  """
   end_E = jnp.cumsum(size_E)
   blocks_E = -(-size_E // rows)
   end_block_E = jnp.cumsum(blocks_E)

@@ -1,7 +1,7 @@
-"""Grouped products on NVIDIA GPUs, where XLA's has all rows run all groups.
+"""Grouped products on NVIDIA GPUs, where XLA multiplies rows with all groups.
 
 A program computes a block of the result, whose rows are all of one group. The
-rows after the last group count as another one, of zeros.
+rows after the last group count as another group, whose results are zeros.
 """
 
 import jax
@@ -18,14 +18,14 @@ def product(x_TD, w_EDF, size_E):
   """See `mod_jax_kernels.grouped_dot`."""
   (tokens, inputs), (groups, _, outputs) = x_TD.shape, w_EDF.shape
   rows, columns, inner = _sizes(x_TD.dtype, tokens, outputs, inputs)
-  # A group's last block need not be full.
+  # Upper bound of the number of blocks: a group's last one need not be full.
   most = triton.cdiv(tokens, rows) + groups
   ends_G = jnp.append(jnp.cumsum(size_E), tokens)
   starts_G = jnp.append(0, ends_G[:-1])
   block_ends_G = jnp.cumsum(-(-(ends_G - starts_G) // rows))
   block_I = jnp.arange(most)
   group_I = (block_ends_G <= block_I[:, None]).sum(axis=1, dtype=jnp.int32)
-  # Those behind the last block have no rows.
+  # Programs after the last block get the group of zeros, and no rows of it.
   group_I = jnp.minimum(group_I, groups)
   end_I = ends_G[group_I]
   blocks_I = -(-(end_I - starts_G[group_I]) // rows)
@@ -62,16 +62,16 @@ _LAUNCH = {'num_warps': 8, 'num_stages': 3}
 
 
 def _sizes(dtype, *dimensions: int) -> list[int]:
-  """Returns the block sizes of both dimensions of a result, and the summed."""
+  """Returns block sizes of a result's two dimensions and of the summed one."""
   # Float32 products do not use the matrix units, and large blocks would spill
   # registers.
   most = (128, 128, 64) if dtype.itemsize <= 2 else (64, 64, 32)
   return [block_of(*sizes) for sizes in zip(dimensions, most, strict=True)]
 
 
-# Kernels. Sizes are constants: D inputs, F outputs, R rows of a block. Block
-# sizes are B and the dimension; BK is that of D where it is summed. Row indices
-# are 64-bit, because T · F may exceed 2³¹.
+# Kernels. Sizes are constants: D inputs, F outputs, R rows of a block. BD, BF
+# and BT are block sizes of D, F and tokens; BK is the block size of D where D
+# is summed over. Row indices are 64-bit, because T · F may exceed 2³¹.
 
 
 @triton.jit
@@ -90,7 +90,8 @@ def _product(
   BK: tl.constexpr,
 ):
   """Writes rows of a group; one program per block of rows and of outputs."""
-  # Programs of a block of rows are neighbours, so that they share it in cache.
+  # Programs of a block of rows have neighbouring indices, so that they find the
+  # rows in the cache.
   across: tl.constexpr = (F + BF - 1) // BF
   block = tl.program_id(0) // across
   e = tl.load(group + block).to(tl.int64)

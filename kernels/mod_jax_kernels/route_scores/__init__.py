@@ -111,8 +111,8 @@ def _forward(q_BLHC, k_BLHC, v_BLHC, mask, causal, chosen):
   out_BLHC, column_BL, lse_BHL = OP.run(
     'forward', chosen, *arrays, causal=causal
   )
-  # The total is H times the number of queries that see a key, up to rounding,
-  # which can be large for large logits.
+  # Divide by the sum, which is H times the number of queries that see a key
+  # only up to rounding errors, which can be large for large logits.
   total_B1 = column_BL.sum(axis=-1, keepdims=True)
   score_BL = column_BL / jnp.where(total_B1 > 0, total_B1, 1)
   return (out_BLHC, score_BL), (*arrays, out_BLHC, lse_BHL)
@@ -131,7 +131,7 @@ def _forward_of_primals(q_BLHC, k_BLHC, v_BLHC, mask, causal, chosen):
 def _backward(causal, chosen, residuals, gradients):
   q_BLHC, _, _, mask, *_ = residuals
   dout_BLHC, dscore_BL = gradients
-  # Scores that only rank tokens have no gradient, which saves a pass.
+  # Scores that are only used to rank tokens have no gradient; skip its pass.
   dcolumn_BL = None
   if not isinstance(dscore_BL, SymbolicZero):
     dcolumn_BL = dscore_BL * _share(q_BLHC, mask, causal)
@@ -141,12 +141,12 @@ def _backward(causal, chosen, residuals, gradients):
   return *OP.run('backward', chosen, *arrays, causal=causal), None
 
 
-# Symbolic zeros, to detect that the scores have no gradient.
+# Symbolic zeros show `_backward` that the scores have no gradient.
 _route_scores.defvjp(_forward_of_primals, _backward, symbolic_zeros=True)
 
 
 def _share(q_BLHC, mask, causal):
-  """Returns the weight of a query and head in the mean: [B, 1] or a number."""
+  """Returns the weight of one head of a query in the mean: a number or [B, 1]."""
   _, length, heads, _ = q_BLHC.shape
   if mask is None:
     return 1 / (heads * length)

@@ -1,16 +1,16 @@
 """Attention and its column means in Pallas, for rows that fit on the chip.
 
-Nothing is transposed, padded or cut outside the kernels, every array is read or
-written once, and the whole map of a head exists on the chip, so that its
-columns are summed as it is made. A program takes rows of the batch, and lanes
-that hold whole heads, of arrays [batch, length, heads · channels] as
-projections write them. Where the length does not fill tiles of memory and the
-batch does, XLA lays them out as [length, batch, ..]: then rows are interleaved,
-and the kernels read and write them so.
+The kernels take arrays [batch, length, heads · channels], as projections write
+them: nothing is transposed, padded or cut outside, and every array is read or
+written once. The whole attention map of a head is on the chip, where its
+columns are summed. A program processes some rows of the batch, and lanes that
+hold whole heads. If the length does not fill whole tiles of memory but the
+batch does, XLA stores arrays as [length, batch, ..]; then the kernels read and
+write rows that are interleaved in this way.
 
-Logits are [keys, queries], so that a softmax reduces over sublanes. A head is
-singled out by zeros in the other lanes of one factor: matrix units contract
-whole lanes in any case, and no lanes are moved.
+Logits are [keys, queries], so that a softmax reduces over sublanes. To select a
+head, the other lanes of one factor are set to zero: matrix units contract all
+lanes in any case, and no lanes need to be moved.
 """
 
 import functools
@@ -39,7 +39,7 @@ def fits(q_BLHC) -> bool:
   """Returns whether a program can hold a row, forward and backward."""
   blocks = _Blocks(q_BLHC)
   length = q_BLHC.shape[1]
-  # Seven arrays with two buffers and a copy each, and eight maps in float32.
+  # Count seven arrays with two buffers and a copy each, and eight float32 maps.
   block = blocks.rows * length * blocks.lanes * q_BLHC.dtype.itemsize
   longest = tiles.choose(TILES, 'pallas')['row']
   return length <= longest and 21 * block + 32 * length**2 < VMEM_BYTES
@@ -96,11 +96,11 @@ class _Blocks:
   """Blocks of rows of the batch and of heads.
 
   Attributes:
-    rows: of a block, which are interleaved; if it is 1 they are not.
-    lanes: of a block.
-    groups: of heads.
-    of_heads: blocks of an array [batch, groups, heads of a group, length].
-    of_row: blocks of an array [batch, 1, length].
+    rows: number of rows of a block; they are interleaved if it is not 1.
+    lanes: number of lanes of a block.
+    groups: number of groups of heads; a block holds the heads of one group.
+    of_heads: `BlockSpec` of an array [batch, groups, heads per group, length].
+    of_row: `BlockSpec` of an array [batch, 1, length].
   """
 
   def __init__(self, q_BLHC):
@@ -125,25 +125,25 @@ class _Blocks:
       )
 
   def tokens(self, x_BLHC):
-    """Returns an array as kernels take it."""
+    """Returns an array in the layout that kernels take."""
     x_BLD = x_BLHC.reshape(*self._shape[:2], -1)
     return x_BLD if self.rows == 1 else x_BLD.swapaxes(0, 1)
 
   def back(self, x):
-    """The inverse of `tokens`."""
+    """Inverts `tokens`."""
     return (x if self.rows == 1 else x.swapaxes(0, 1)).reshape(self._shape)
 
   def call(self, kernel, tokens, others, out_tokens, out_others):
-    """Calls a kernel.
+    """Calls a kernel, and returns its outputs.
 
     Args:
-      kernel: takes blocks of all inputs, None for absent ones, and outputs; and
-        scratch memory for each block of tokens, as [rows, length, lanes], if
-        rows are interleaved.
-      tokens: inputs, from `tokens`.
-      others: further ones, and their blocks.
-      out_tokens: arrays of the shapes and types of outputs of this kind.
-      out_others: shapes of further ones, in float32, and their blocks.
+      kernel: takes blocks of all inputs (None for absent inputs) and outputs.
+        If rows are interleaved, it also takes scratch memory [rows, length,
+        lanes] for each block of tokens.
+      tokens: inputs in the layout of the method `tokens`.
+      others: (array or None, `BlockSpec`) of further inputs.
+      out_tokens: arrays with the shapes and dtypes of outputs in that layout.
+      out_others: (shape, `BlockSpec`) of further outputs, which are float32.
     """
     of_tokens = [(x, self._of_tokens) for x in tokens]
     inputs = [*of_tokens, *others]
@@ -175,9 +175,10 @@ def _for_rows(inputs, outputs, scratch, one):
   Args:
     inputs: blocks to read from.
     outputs: blocks to write to.
-    scratch: for all of these as [rows, length, lanes]; none if they are so.
-    one: takes the number of a row and the row of each input, and returns that
-      of each output, in float32.
+    scratch: memory [rows, length, lanes] for each input and output; empty if
+      the blocks have that layout themselves.
+    one: takes the index of a row and that row of each input; returns the row of
+      each output, in float32.
   """
   apart = scratch or [*inputs, *outputs]
   if scratch:
@@ -197,9 +198,10 @@ def _for_rows(inputs, outputs, scratch, one):
 
 
 def _words(ref):
-  """Returns interleaved rows as words, and how to index those of one place.
+  """Returns interleaved rows as 32-bit words, and an index of words per row.
 
-  A word of memory has two bfloat16, of neighbouring rows.
+  A word of bfloat16 holds numbers of two neighbouring rows; an index is then
+  that of the words of both rows.
   """
   if ref.dtype.itemsize == 2:
     ref = ref.bitcast(jnp.uint32)
@@ -223,7 +225,7 @@ def _separate(ref, rows):
 
 
 def _interleave(rows, ref):
-  """The inverse of `_separate`."""
+  """Inverts `_separate`."""
   words, places = _words(ref)
   for i, place in enumerate(places):
     if ref.dtype.itemsize == 4:
@@ -239,11 +241,11 @@ def _interleave(rows, ref):
 
 
 def _of_head(h, heads, x_LW):
-  """Returns x where the lanes are the head's, and 0 elsewhere."""
+  """Returns x in the lanes of head h, and 0 in the other lanes."""
   channels = x_LW.shape[1] // heads
   lane_LW = jax.lax.broadcasted_iota(jnp.int32, x_LW.shape, 1)
   inside = (lane_LW >= h * channels) & (lane_LW < (h + 1) * channels)
-  # In float32, because not all TPUs support selects of bfloat16.
+  # Select in float32, because not all TPUs support selects of bfloat16.
   return jnp.where(inside, x_LW.astype(jnp.float32), 0).astype(x_LW.dtype)
 
 
@@ -253,7 +255,7 @@ def _seen(valid_1L, length, causal):
   if causal:
     seen_KQ = _iota(length, 0) <= _iota(length, 1)
   if valid_1L is not None:
-    # Broadcast numbers: Mosaic may not broadcast truth values.
+    # Broadcast numbers, because Mosaic may not support it for booleans.
     valid_KQ = jnp.broadcast_to(as_column(valid_1L), (length, length)) > 0
     seen_KQ = valid_KQ if seen_KQ is None else seen_KQ & valid_KQ
   return seen_KQ

@@ -1,10 +1,10 @@
 """Attention and its column means in Pallas, for TPUs.
 
 Arrays are transposed to [batch, heads, channels, length], so that lanes are
-full whatever the width of a head, and logits are [keys, queries], so that
-values per query lie along lanes, as in memory. A query that sees no key has a
-log-sum-exp so large (`reference.BLIND`) that its weights are 0 in all later
-passes; so have the queries that pad the last block.
+full whatever the width of a head. Logits are [keys, queries], so that values
+per query are along lanes, as in memory. Queries that see no key, and those that
+pad the last block, have a log-sum-exp so large (`reference.BLIND`) that their
+weights are 0 in all later passes.
 """
 
 import functools
@@ -152,7 +152,7 @@ def _block(length):
   """Returns the block size, and the length padded to whole blocks."""
   largest = tiles.choose(TILES, 'pallas')['block']
   sizes = range(LANES, largest + 1, LANES)
-  # Least padding, then fewest blocks.
+  # Choose the least padding, then the fewest blocks.
   block = min(sizes, key=lambda size: (-length % size, -size))
   return block, length + -length % block
 
@@ -171,7 +171,7 @@ def _pad(x, length, value=0):
 
 
 def _valid(mask_BL, batch, length, padded):
-  """Returns valid_B1L, 1 or 0 for hidden tokens; None if none is hidden."""
+  """Returns valid_B1L: 0 for hidden tokens, else 1; None if all would be 1."""
   if mask_BL is None:
     if length == padded:
       return None
@@ -183,9 +183,9 @@ def _along(block, index, heads=lambda b, h, *_: h):
   """Returns a function from an array's shape to its `BlockSpec`.
 
   Args:
-    block: tokens of a block.
-    index: maps a program's indices to its block of tokens.
-    heads: maps a program's indices to its head.
+    block: number of tokens of a block.
+    index: maps a program's indices to the index of its block of tokens.
+    heads: maps a program's indices to the index of its head.
   """
 
   def spec(shape):
@@ -295,13 +295,13 @@ def _score_kernel(q, k, lse, valid, column, acc, *, causal):
   def _():
     column_1K = acc[...].T.sum(axis=0, keepdims=True)
     if valid is not None:
-      # Hidden keys can be masked at the end: each has its own row.
+      # Hidden keys can be masked at the end: each key has its own sum.
       column_1K = jnp.where(valid[...] > 0, column_1K, 0)
     column[...] = column_1K
 
 
 def _dq_kernel(*refs, causal, blocks):
-  """Gradients of queries, and each query's mean of dP under P."""
+  """Writes gradients of queries, and each query's mean of dP weighted by P."""
   q, k, v, dout, lse, initial_mean, valid, dcolumn, dq, mean, mean_acc, acc = (
     refs
   )
@@ -342,7 +342,7 @@ def _dq_kernel(*refs, causal, blocks):
 
 
 def _dkv_kernel(*refs, causal):
-  """Gradients of keys and values."""
+  """Writes gradients of keys and values."""
   q, k, v, dout, lse, mean, valid, dcolumn, dk, dv, *scratch = refs
   dcolumn_KN, dk_acc, dv_acc = scratch
   i, j = pl.program_id(2), pl.program_id(3)

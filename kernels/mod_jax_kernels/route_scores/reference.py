@@ -9,11 +9,11 @@ BLIND = 1e30
 def forward(q_BLHC, k_BLHC, v_BLHC, mask, *, causal):
   """Returns out_BLHC, and in float32 column_BL and lse_BHL.
 
-  They are the output of attention, with zeros for queries that see no key; the
-  column sums of the attention map over heads and queries; and each query's
-  log-sum-exp. The mask is None, valid_BL or mask_BQS.
+  `out` is the output of attention, with zeros for queries that see no key;
+  `column` the sum of the attention map over heads and queries; and `lse` each
+  query's log-sum-exp. The mask is None, valid_BL or mask_BQS.
   """
-  # Heads first: XLA then fuses the products with the softmax on CPUs.
+  # Put heads first: XLA then fuses the products with the softmax on CPUs.
   q_BHQC, k_BHSC, v_BHSC = map(_heads_first, (q_BLHC, k_BLHC, v_BLHC))
   visible_BQS = seen(mask, causal, q_BLHC.shape[1])
   logit_BHQS = _logits(q_BHQC, k_BHSC, visible_BQS)
@@ -34,7 +34,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask, *, causal):
     preferred_element_type=jnp.float32,
   )
   out_BHQC = (out_BHQC * inverse_total_BHQ1).astype(q_BLHC.dtype)
-  # In full precision: rounded factors would make nearby scores tie.
+  # Use full precision: rounded factors would make nearby scores tie.
   column_BHS = jnp.einsum(
     'BHQS,BHQ->BHS',
     weight_BHQS,
@@ -123,7 +123,7 @@ def _logits(q_BHQC, k_BHSC, seen_BQS):
   )
   logit_BHQS *= q_BHQC.shape[-1] ** -0.5
   if seen_BQS is not None:
-    # Finite, so that queries without any key give no NaN.
+    # A finite number, so that queries without any key give no NaN.
     lowest = jnp.finfo(jnp.float32).min / 2
     logit_BHQS = jnp.where(seen_BQS[:, None], logit_BHQS, lowest)
   return logit_BHQS

@@ -1,8 +1,9 @@
 """Block sizes, by device; see `mod_jax_kernels.tiles`."""
 
-# For 16-bit floats. For float32, whose exact products cannot use tensor cores,
-# smaller blocks are derived. The names of sizes begin with the kernel, of which
-# a program holds a block of the first kind and loops over those of the second.
+# Sizes for 16-bit floats. For float32, whose exact products cannot use tensor
+# cores, `triton` limits the blocks further. Names of its sizes begin with the
+# kernel: a program of `forward` holds a block of queries and loops over blocks
+# of keys, in the order of the names; other kernels likewise.
 TILES = {
   # Rows of up to `row` tokens are not cut into blocks.
   'pallas': {'': {'block': 512, 'row': 640}},

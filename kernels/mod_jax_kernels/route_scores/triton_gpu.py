@@ -2,8 +2,9 @@
 
 Arrays stay [batch, length, heads, channels]: a program reads the rows of its
 head in place. A query that sees no key has a log-sum-exp so large
-(`reference.BLIND`) that its weights are 0 in all later passes. So have queries
-beyond the end, so that kernels that hold keys need no mask for queries.
+(`reference.BLIND`) that its weights are 0 in all later passes. Queries beyond
+the end get the same number, so `_score_kernel` and `_dkv_kernel` do not mask
+them.
 """
 
 import jax
@@ -38,7 +39,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
     **meta,
     **_sizes('score', q_BLHC, 'keys'),
   )
-  # Not summed atomically in the kernel, to be deterministic.
+  # Sum over heads here: atomic sums in the kernel would not be deterministic.
   return out_BLHC, column_BHL.sum(axis=1), lse_BHL
 
 
@@ -74,7 +75,7 @@ def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
 
 
 def _or_any(mask_BL, instead):
-  """Returns the mask as int8, or an array that the kernel will not read."""
+  """Returns the mask as int8; if it is None, an array that is never read."""
   return instead if mask_BL is None else mask_BL.astype(jnp.int8)
 
 
@@ -92,10 +93,10 @@ def _meta(q_BLHC, mask_BL, causal):
 
 
 def _sizes(name, q_BLHC, held):
-  """Returns grid, block sizes and warps of a kernel that holds `held`."""
+  """Returns launch options of a kernel whose programs hold blocks of `held`."""
   batch, length, heads, _ = q_BLHC.shape
   table = tiles.choose(TILES, 'triton')
-  # Smaller for float32, whose products unroll.
+  # Blocks are smaller for float32, whose products are unrolled.
   most = 32 if q_BLHC.dtype.itemsize > 2 else 256
   queries, keys = (
     block_of(length, min(table[f'{name}_{kind}'], most))
@@ -103,8 +104,8 @@ def _sizes(name, q_BLHC, held):
   )
   blocks = triton.cdiv(length, queries if held == 'queries' else keys)
   return {
-    # Blocks of a head are neighbours, since they read the same rows. The grid
-    # is flat, because CUDA limits its other dimensions to 65535.
+    # Programs of a head have neighbouring indices, since they read the same
+    # rows. The grid has one dimension, because CUDA limits others to 65535.
     'grid': (blocks * heads * batch,),
     'num_warps': table[f'{name}_warps'],
     'num_stages': table[f'{name}_stages'],
@@ -115,8 +116,8 @@ def _sizes(name, q_BLHC, held):
   }
 
 
-# With `tl.reduce`, because `tl.sum` and `tl.max` are themselves `triton.jit`
-# functions, which are interpreted only if the whole process is.
+# Not `tl.sum` and `tl.max`, which Triton can interpret only if TRITON_INTERPRET
+# is set for the whole process. Tests interpret single kernels.
 @triton.jit
 def _sum(x):
   return tl.reduce(x, 1, tl.standard._sum_combine)
@@ -222,8 +223,9 @@ def _forward_kernel(
   valid_ptr += row * LENGTH
   query = first + tl.arange(0, BLOCK_Q)
   q = _load_rows(q_ptr + base, query, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
-  # Maximum of logits in units of log 2, since the hardware has exp2. It starts
-  # below any real logit and far above hidden ones, so that their weights are 0.
+  # Maximum of the logits divided by log 2, since the hardware has exp2. It
+  # starts below any real logit and far above the logits of hidden keys, so that
+  # hidden keys have weight 0.
   top = tl.full([BLOCK_Q], -1e20, tl.float32)
   total = tl.full([BLOCK_Q], 0.0, tl.float32)
   acc = tl.full([BLOCK_Q, BLOCK_C], 0.0, tl.float32)
@@ -297,7 +299,7 @@ def _score_kernel(
       logit = tl.where(query[None, :] >= key[:, None], logit, -1e30)
     column += _sum(tl.exp2(logit))
   if MASKED:
-    # Hidden keys can be masked at the end: each has its own row.
+    # Hidden keys can be masked at the end: each key has its own sum.
     valid = tl.load(valid_ptr + row * LENGTH + key, mask=key < LENGTH, other=0)
     column = tl.where(valid != 0, column, 0.0)
   tl.store(
@@ -331,7 +333,7 @@ def _dq_kernel(
   BLOCK_K: tl.constexpr,
   EVEN: tl.constexpr,
 ):
-  """Writes gradients of queries, and each query's mean of dP under P."""
+  """Writes gradients of queries, and each query's mean of dP weighted by P."""
   first, head, row = _place(LENGTH, HEADS, BLOCK_Q)
   base = (row * LENGTH * HEADS + head) * CHANNELS
   per_query = (row * HEADS + head) * LENGTH

@@ -12,7 +12,8 @@ Implementation = Literal['xla', 'sort', 'pallas', 'triton']
 # From this many scores in all rows, bisection on CPUs takes a half to a fifth
 # of the time of a sort; below, both take some ten microseconds.
 _MANY = 2**13
-# A TPU holds two buffers of eight rows, and as many positions at most.
+# The kernel for TPUs holds two buffers of eight rows of this length, and at
+# most as many positions, on the chip.
 LONGEST = 2**17
 _HERE = 'mod_jax_kernels.token_select'
 
@@ -28,8 +29,9 @@ def _lacks(key_BL) -> str | None:
 
 
 OP = dispatch.Op(
-  # Only if requested: the first is not measured yet. On an H100 the second
-  # takes .7 of the time of sorts, which are 2% of a routed block's step.
+  # `pallas` and `triton` run only if requested. `pallas` is not measured yet.
+  # On an H100 `triton` takes .7 of the time of `sort`, which takes 2% of a
+  # routed block's step.
   dispatch.Backend(
     name='pallas',
     module=f'{_HERE}.pallas_tpu',
@@ -53,12 +55,12 @@ OP = dispatch.Op(
 def token_select(
   score_BL: jax.Array, k: int, implementation: Implementation | None = None
 ) -> jax.Array:
-  """Returns index_BK, int32: the positions of the k best, ascending.
+  """Returns index_BK, int32: positions of the k largest scores, ascending.
 
-  The choice of Mixture-of-Depths (Raposo et al. 2024, Eq. 1): exact top-k, with
-  ties broken in favour of the lowest position. The k-th best is found by
-  bisection on the 32 bits of the scores, and a running count gives each chosen
-  token its slot. The result has no gradient.
+  This is the choice of Mixture-of-Depths (Raposo et al. 2024, Eq. 1): exact
+  top-k, with ties broken in favour of the lowest position. The k-th largest
+  score is found by bisection on the 32 bits of the scores, and a running count
+  gives each chosen token its slot. The result has no gradient.
 
   Args:
     score_BL: scores, compared in float32; any leading shape. -0.0 equals 0.0,

@@ -1,7 +1,7 @@
 """Selection on TPUs, eight rows per step.
 
-Running counts are products with a triangular matrix, exact in float32. Instead
-of a scatter, each slot counts the positions before its own.
+Running counts are products with a triangular matrix, exact in float32. There is
+no scatter: each slot counts the positions that precede its chosen token.
 """
 
 import functools
@@ -80,7 +80,7 @@ def _kernel(key_ref, index_ref, *, k, block_l, block_k):
   ).astype(jnp.float32)
 
   def running(mask_RP, contract):
-    """Returns inclusive counts over lanes; for contract=0, transposed."""
+    """Returns inclusive counts along lanes; transposed if `contract` is 0."""
     operands = (
       (triangle_PP, mask_RP) if contract == 0 else (mask_RP, triangle_PP)
     )

@@ -9,8 +9,9 @@ from mod_jax_kernels import dispatch, tiles, triton_call
 from mod_jax_kernels.token_select.tiles import TILES
 
 
-# With `tl.reduce` and `tl.associative_scan`, because Triton interprets `tl.sum`
-# and `tl.cumsum` only if the whole process is interpreted.
+# Not `tl.sum` and `tl.cumsum`, which Triton can interpret only if
+# TRITON_INTERPRET is set for the whole process. Tests interpret single kernels
+# (`triton_call.interpreted`).
 @triton.jit
 def _count(mask):
   return tl.reduce(mask.to(tl.int32), 0, tl.standard._sum_combine)
@@ -35,12 +36,13 @@ def _select(
   lane = tl.arange(0, BLOCK)
   lowest = -2147483648
   first = tl.load(key_ptr + lane, mask=lane < LENGTH, other=lowest)
-  # Bisect, from the sign bit down, for the largest key that k keys reach.
+  # Bisect, from the sign bit down, for the largest number that at least k keys
+  # reach.
   kth = tl.full((), lowest, tl.int32)
   for step in range(32):
     higher = kth ^ (tl.full((), 1, tl.int32) << (31 - step))
     count = _count(first >= higher)
-    # Rows longer than a block are read again, from the cache.
+    # Read the rest of rows that are longer than a block again, from the cache.
     for start in range(BLOCK, LENGTH, BLOCK):
       index = start + lane
       key = tl.load(key_ptr + index, mask=index < LENGTH, other=lowest)
