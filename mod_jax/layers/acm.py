@@ -56,8 +56,7 @@ class ACMConfig(Slot):
   def flops(self, tokens):
     """Returns forward FLOPs by part, with all learners.
 
-    Adapters of learners do not count: they are added to the kernels once per
-    batch.
+    Adapters are not counted: they are added to the kernels once per batch.
     """
     return {
       'learners': tokens * self.num_learners * self.learner_flops,

@@ -396,8 +396,7 @@ def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
   wait for each block before it could choose a part.
   """
   on_gpu = choice.platform() == 'cuda'
-  # cuDNN needs the axis of heads after that of slots, so it would copy the
-  # whole cache.
+  # Use XLA: cuDNN needs heads after slots, and so a copy of the whole cache.
   own = on_gpu and q_BLHC.shape[1] <= _FEW
 
   def attend(slots):

@@ -74,10 +74,7 @@ class KVCache:
     valid_RT: jax.Array | None,
     rows_R: jax.Array,
   ) -> 'KVCache':
-    """Returns the cache with the valid tokens, if they fit, added to `rows_R`.
-
-    `rows_R` are rows of the cache; indices past the batch are dropped.
-    """
+    """Returns the cache with the valid tokens that fit, added to `rows_R`."""
     if valid_RT is None:
       valid_RT = jnp.ones(position_RT.shape, bool)
     length_R = self.length_B.at[rows_R].get(mode='clip')
@@ -110,7 +107,7 @@ class KVCache:
   def read(
     self, rows_R: jax.Array | None
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns key_RSGC, value_RSGC and position_RS; None means all rows."""
+    """Returns key_RSGC, value_RSGC, position_RS of `rows_R`; None for all."""
     arrays = (self.key_BGSC, self.value_BGSC, self.position_BS)
     if rows_R is not None:
       arrays = (x.at[rows_R].get(mode='clip') for x in arrays)

@@ -115,7 +115,7 @@ class ExpertsConfig:
 
   @property
   def causal(self) -> bool:
-    """Whether the experts can run without choices by later tokens."""
+    """Whether experts can run such that no choice depends on later tokens."""
     return self.choice == 'token' or self.threshold_decay > 0
 
   def slots(self, tokens: int) -> int:
@@ -173,12 +173,10 @@ class ExpertMLPConfig(Slot):
   def flops(self, tokens):
     """Returns forward FLOPs by part; empty slots count too.
 
-    Adapters of experts do not count: they are added to the kernels once per
-    batch.
+    Adapters are not counted: they are added to the kernels once per batch.
     """
     config = self.experts
-    # Without a slot limit, each choice of an expert costs one run of it, and
-    # no-op choices cost nothing.
+    # Without a slot limit, only choices of experts cost FLOPs, not no-ops.
     run = round(tokens * config.per_token * config.share)
     if config.capacity_factor is not None:
       run = config.num_experts * config.slots(tokens)
@@ -299,7 +297,7 @@ class ExpertMLP(nn.Module):
     return y_BLD, assigned
 
   def _weights(self, name) -> tuple[jax.Array, jax.Array | None]:
-    """Returns kernel_EIO and bias_EO of a linear map; None without biases."""
+    """Returns a linear map's kernel_EIO and bias_EO; None if it has no bias."""
     slot, experts = self.config.maps[name], self.config.experts.num_experts
     plain = getattr(slot, 'base', slot)
     kernel_EIO, bias_EO = dense.Kernels(plain, experts, 'experts', name=name)()
@@ -426,10 +424,7 @@ class ExpertMLP(nn.Module):
     return _weighted(y_BLJD, weight_BLJ).astype(x_BLD.dtype)
 
   def _all(self, x_BLD, expert_BLJ, weight_BLJ, weights):
-    """Returns the update without slot limits.
-
-    In `expert_BLJ`, the index E (the number of experts) means no expert.
-    """
+    """Returns the update without slot limits; `expert_BLJ` = E is no expert."""
 
     def run(x_BLD, expert_BLJ, weight_BLJ, *arrays):
       of_maps = zip(arrays[::2], arrays[1::2], strict=True)

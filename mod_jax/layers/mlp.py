@@ -94,7 +94,7 @@ def gelu(x: jax.Array, approximate: bool = False) -> jax.Array:
 
 
 class MLP(nn.Module):
-  """SwiGLU (Shazeer 2020), or two linear maps with GELU or ReLU between."""
+  """SwiGLU (Shazeer 2020), or two linear maps, the first with GELU or ReLU."""
 
   config: MLPConfig
   mode: Mode = Mode()

@@ -26,9 +26,8 @@ from mod_jax.layers.rules import SELECTION_NAME, Routing
 from mod_jax.layers.scores import RouterWeights
 from mod_jax.layers.token_info import Source, TokenInfo
 
-# In generation, a routed block skips the rows without a chosen token if its
-# input has at most this many tokens per row. In longer inputs nearly every row
-# has a chosen token.
+# In generation, a block skips rows without a chosen token if rows have at most
+# this many tokens. Nearly every longer row has a chosen token.
 _SHORT = 16
 
 
@@ -40,12 +39,10 @@ class LayerConfig:
     block: config of the block.
     routing: how tokens are chosen; None for a dense layer.
     capacity: fraction of tokens that a routed layer processes.
-    attention_score: kind of the attention score that the layer puts into
-      `aux['attention']`; None for no score.
+    attention_score: kind of score in `aux['attention']`; None for no score.
     source_routing: how cross-attention chooses the source tokens that it reads;
       None to read all.
-    source_capacity: fraction of the source tokens that `source_routing`
-      chooses.
+    source_capacity: fraction of source tokens that `source_routing` chooses.
     drop_rate: rate of stochastic depth in training.
     tells_features: whether training puts the layer's output into
       `aux['features']`.
@@ -139,8 +136,7 @@ class LayerOutput:
     cache: the cache with the tokens added; None without a cache.
     aux: the aux of `BlockOutput`. A routed layer adds `router`, and a layer
       with `source_routing` adds `source_router`; both are a `Routing`.
-    info: facts about the remaining tokens if the block reduced their number;
-      else None.
+    info: facts about the remaining tokens if the block reduced them; else None.
   """
 
   x_BLD: jax.Array
@@ -326,8 +322,7 @@ class Layer(nn.Module):
   def _route(self, block, x_BLD, info, cache, score_BL, router) -> LayerOutput:
     """Runs the block, or its routed half, on the chosen tokens.
 
-    If only the feed-forward is routed, the attention has added the tokens of
-    this call to `cache` before.
+    If only the feed-forward is routed, `cache` already has these tokens.
     """
     config, decodes = self.config, cache is not None
     length = x_BLD.shape[1]
@@ -409,10 +404,7 @@ class Layer(nn.Module):
     return output
 
   def _read_and_update_threshold(self, rule, routed) -> jax.Array | None:
-    """Returns the moving average from before this call, and updates it.
-
-    Returns None if the layer keeps no average.
-    """
+    """Returns the moving average before this call or None, and updates it."""
     decay = self.config.routing.threshold_decay
     stored = self.has_variable('moving', 'threshold')
     if not decay or not (stored or self.is_mutable_collection('moving')):
@@ -463,9 +455,8 @@ class Layer(nn.Module):
     """Selects tokens by scores of the whole sequence, without a causal rule."""
     capacity = self.config.capacity
     if self.config.routing.per_sequence:
-      # Sequences with a score above 0 enter; only the balance loss ties their
-      # fraction to the capacity. But at a capacity of 1, with which a warm-up
-      # begins, all sequences must enter.
+      # Only the balance loss ties the fraction of sequences that enter to the
+      # capacity. At a capacity of 1, as at the start of a warm-up, all enter.
       enters_BL = ~(score_BL <= 0) | (capacity >= 1)  # NaN enters.
       if info.valid_BL is not None:
         enters_BL &= info.valid_BL
@@ -481,9 +472,8 @@ class Layer(nn.Module):
       return routing.mark_tokens(top, routed.score_BL.shape[1])
     config = self.config
     requested_BL = rule.wants(routed, config.routing.scorer, config.capacity)
-    # Choose all tokens at a capacity of 1, whatever the untrained scores are: a
-    # model that was just routed, or whose warm-up begins, must compute the same
-    # as the dense model.
+    # Choose all tokens at a capacity of 1, whatever their scores: a model that
+    # was just routed, or whose warm-up begins, must compute the dense result.
     if config.capacity >= 1 and not isinstance(rule, rules.Never):
       requested_BL = jnp.ones_like(requested_BL)
     return (
@@ -508,8 +498,7 @@ class Layer(nn.Module):
     """Processes only rows that have chosen tokens, a few at a time.
 
     Rows with a chosen token are sorted to the front, and a loop with static
-    shapes processes chunks of them. In these rows, updates of tokens that were
-    not chosen are discarded.
+    shapes processes chunks of them. Updates of other tokens are discarded.
     """
     batch, length, _ = x_BLD.shape
     share = self._share_of_rows(length)

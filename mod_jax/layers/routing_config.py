@@ -54,8 +54,8 @@ class RoutingConfig:
   # Function of the score that multiplies the update; None = the default of the
   # score. Scores that ignore the tokens never multiply it.
   gate: Literal[routing.GATES] | None = None
-  # Factor α of the gates `alpha_sigmoid` (α · sigmoid) and `alpha_tanh` (1 + α
-  # · tanh).
+  # Factor α in the gates `alpha_sigmoid`, α · sigmoid, and `alpha_tanh`,
+  # 1 + α · tanh.
   gate_alpha: config_lib.Factor = 2.0
   # Kinds of token, of `token_info.KINDS`, among which a block chooses; None =
   # all tokens. Capacity is the fraction of these kinds that is chosen. Tokens
@@ -85,7 +85,7 @@ class RoutingConfig:
   # on the whole text. For gradients use the module of `build(train=True)`.
   per_sequence: bool = False
   # Weight of the loss that pulls the fraction of tokens, or sequences, with a
-  # score above 0 towards the capacity; 0 = no such loss. Top-k needs none.
+  # score above 0 towards the capacity; 0 = no such loss. 0 for top-k.
   balance_loss: config_lib.Weight = 0.0
 
   # Class constants, not fields; subclasses turn some of them into fields.
@@ -329,7 +329,7 @@ class MoDConfig(RoutingConfig):
     return tuple(sorted(usable, key=lambda rule: rule != train_rule))
 
   def mode(self, rule: str, **kwargs) -> RoutingMode:
-    """Returns the mode with the rule of this name; keywords are its fields."""
+    """Returns the mode with the rule of this name and other fields `kwargs`."""
     train_rule = self.train_rule
     if isinstance(train_rule, Rule) and train_rule.name == rule:
       return RoutingMode(rule=train_rule, **kwargs)
@@ -341,8 +341,8 @@ class VisionRoutingConfig(RoutingConfig):
   """Routing in a vision transformer: MoD, or A-MoD by attention.
 
   The score `attention` is the mean attention that a token receives in the
-  previous block (A-MoD, Gadhikar et al. 2024). It has no parameters. It does
-  not multiply the update unless `gate='raw'`, an ablation of the paper.
+  previous block (A-MoD, Gadhikar et al. 2024). It has no parameters and does
+  not multiply the update, except with `gate='raw'`, an ablation of the paper.
   """
 
   capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.5

@@ -26,8 +26,8 @@ class Score(config_lib.Validated, abc.ABC):
     gates: whether the score can multiply the update at all.
     needs_attention: whether `run` needs the attention that the tokens received
       in the previous block, which then must be dense.
-    attention: which attention `run` needs: the mean over all tokens that
-      attend, or that of the prompt's last token. The latter is computed once,
+    attention: which attention `run` needs. `mean`: the mean over all tokens
+      that attend; `last`: that of the prompt's last token, computed once,
       before the first routed block.
   """
 

@@ -66,10 +66,7 @@ class Slot(config_lib.Validated, abc.ABC):
     return {}
 
   def with_maps(self, maps: dict[str, 'Slot']) -> 'Slot':
-    """Returns the slot with the `maps` of these names replaced.
-
-    It adds `maps` to the field `slots`, which a subclass with maps must have.
-    """
+    """Returns the slot with maps of these names replaced, in its `slots`."""
     return dataclasses.replace(self, slots=self.slots + tuple(maps.items()))
 
   def weight_flops(self, name: str, tokens: int) -> dict[str, int]:

@@ -90,7 +90,7 @@ class StackConfig:
     )
 
   def lengths(self, length: int) -> tuple[int, ...]:
-    """Returns how many tokens reach each layer, and how many leave the last."""
+    """Returns how many tokens reach each layer, and how many are left then."""
     lengths = [length]
     for layer in self.layers:
       lengths.append(layer.block.left(lengths[-1]))
@@ -188,8 +188,7 @@ def layer_configs(
   """Returns the layers of a model that uses one block config throughout.
 
   The drop rate rises linearly from 0 at the first layer to `stochastic_depth`.
-  In the layers that `source_routing` selects, cross-attention reads only a part
-  of the source.
+  `source_routing` selects the layers that read only a part of the source.
   """
   blocks = [block] * num_layers
   if experts is not None:
@@ -224,10 +223,9 @@ def layer_configs(
 
 
 def _scored_layers(routing: RoutingConfig, num_layers: int) -> dict[int, str]:
-  """Returns the attention score, by layer, that routed layers choose by.
+  """Returns the attention score that a layer computes for routed ones after it.
 
-  The layers right before the routed ones compute it; for `last`, only the layer
-  before the first routed one does.
+  Its key is the index of the layer that computes it.
   """
   kind = routing.scorer.attention
   capacities = routing.capacities(num_layers)
@@ -281,9 +279,8 @@ def _run(block, *args) -> LayerOutput:
   return block(*args)
 
 
-# `nn.jit` traces layers of equal config and shapes only once; tracing takes
-# most of the time before XLA compiles. Only generation uses this function,
-# since it compiles for many shapes.
+# For generation, which compiles many shapes: `nn.jit` traces layers of equal
+# config and shapes once. Tracing takes most of the time before XLA starts.
 _run_alike = nn.jit(_run)
 
 
@@ -416,10 +413,9 @@ class Stack(nn.Module):
 
 
 def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
-  """Returns all aux of one kind by name.
+  """Returns all aux of one kind by name: `block_1`, or `block_1/mlp` of a slot.
 
-  `auxes` are those of the layers, in order. The kinds `router` and `attention`
-  have names such as `block_1`; kinds that slots return, such as `block_1/mlp`.
+  The kind is `router`, `attention`, or one that slots return.
   """
   by_name = {}
   for i, aux in enumerate(auxes):
@@ -432,10 +428,7 @@ def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
 
 
 def unrolled(config: StackConfig, variables):
-  """Returns an unboxed collection, in which no layers are stacked for a scan.
-
-  Arrays of scanned layers, in `layers`, are split into those of `block_<i>`.
-  """
+  """Returns an unboxed collection with `layers` unstacked to `block_<i>`."""
   if 'layers' not in variables:
     return variables
   variables = dict(variables)
@@ -462,7 +455,7 @@ def _together(*x):
 
 
 def scanned(config: StackConfig, variables):
-  """Returns a collection with arrays stacked for a scan; inverts `unrolled`."""
+  """Returns a collection with `block_<i>` stacked to `layers`, for a scan."""
   if 'layers' in variables:
     return variables
   variables = dict(variables)

@@ -14,8 +14,7 @@ class ConvStemConfig:
 
   width: config_lib.Width = 64  # Channels.
   depth: config_lib.Unrolled = 3  # Convolutions.
-  # Number of convolutions, the first ones, that halve the resolution; 1 in
-  # LV-ViT.
+  # How many of the first convolutions halve the resolution; 1 in LV-ViT.
   halvings: config_lib.Size = 1
 
   def __post_init__(self):

@@ -21,8 +21,8 @@ class Source:
   Attributes:
     x_BSD: features of S tokens, as wide as those of the tokens that read them.
     valid_BS: False for padding; None if every token is real.
-    place_BSD: position embedding that is added to the inputs of the keys but
-      not of the values, like `TokenInfo.place_BLD`; None for no addition.
+    place_BSD: position embedding for keys but not values; see
+      `TokenInfo.place_BLD`.
     score_BS: attention that each token received from the previous layer; None
       if no layer needs it.
   """

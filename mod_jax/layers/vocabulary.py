@@ -1,9 +1,8 @@
 """Choices among the many logits of a vocabulary.
 
-The tokens are divided into blocks: functions first choose a block, then a token
-in it. XLA for CPUs is slow to find the index of the largest of many numbers,
-and slower to make random numbers for all of them
-(`benchmarks/choose_token.py`).
+A choice has two steps: first a block of tokens, then a token in it. XLA for
+CPUs is slow to find the index of the largest of many numbers, and slower to
+make random numbers for all of them (`benchmarks/choose_token.py`).
 """
 
 import jax

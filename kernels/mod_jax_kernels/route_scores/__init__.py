@@ -146,7 +146,7 @@ _route_scores.defvjp(_forward_of_primals, _backward, symbolic_zeros=True)
 
 
 def _share(q_BLHC, mask, causal):
-  """Returns the weight of one head of a query in the mean: a number or [B, 1]."""
+  """Returns the weight of a query's head in the mean, a number or [B, 1]."""
   _, length, heads, _ = q_BLHC.shape
   if mask is None:
     return 1 / (heads * length)
