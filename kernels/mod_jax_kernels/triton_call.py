@@ -29,9 +29,8 @@ def triton_call(
 ):
   """Calls a kernel and returns its outputs; see `jax_triton.triton_call`.
 
-  `jax.vmap` makes sequential calls, because jax-triton has no batching rule and
-  would raise even in programs for other platforms, where the kernels are traced
-  too.
+  `jax.vmap` makes sequential calls: jax-triton has no batching rule, and would
+  raise even in programs for other platforms, which trace the kernels too.
 
   Args:
     kernel: a `triton.jit` function. Its parameters are the arguments, then a
@@ -86,7 +85,7 @@ def block_of(dimension: int, most: int) -> int:
 
 
 class _Tensor:
-  """A NumPy array with the methods of a PyTorch tensor that Triton calls."""
+  """A NumPy array with the PyTorch methods that Triton's interpreter calls."""
 
   def __init__(self, array: np.ndarray):
     self.array = array

@@ -356,7 +356,7 @@ class Gate(nn.Module):
 class AdaptiveConfig:
   """Which modules of a dense model are adaptive, and how."""
 
-  # Regular expressions of the modules to replace; must match a full name.
+  # Regular expressions of the modules to replace; each must match a full name.
   replace: tuple[str, ...] = (FFNS, PROJECTIONS)
   num_learners: config_lib.Unrolled = 4  # Learners of each module (N).
   # Temperature of the gate's softmax and Gumbel-softmax.

@@ -39,7 +39,7 @@ class AttentionConfig:
   bias: bool = False  # Biases of all projections.
   qkv_bias: bool | None = None  # Biases of query, key, value; None = `bias`.
   out_scale: float = 1.0  # Factor on the initial std of the `out` kernel.
-  implementation: str | None = None  # See mod_jax_kernels.attention.
+  implementation: str | None = None  # Backend, see mod_jax_kernels.attention.
   # Replacements of dense projections by name: `query`, `key`, `value`, `out`.
   slots: tuple[tuple[str, Slot], ...] = ()
 
@@ -220,8 +220,8 @@ class Attention(nn.Module):
         for name, x in (('query_norm', q_BLHC), ('key_norm', k_BLGC))
       )
     if source is None and config.rope_theta is not None:
-      # Computed here and not once per model: a routed block then gathers only
-      # positions instead of rotations.
+      # Compute rotations here, not once per model: a routed block then gathers
+      # only positions instead of rotations.
       rotation_BLC = rope.rotation(
         info.position_BL,
         config.head_dim,
@@ -248,8 +248,8 @@ class Attention(nn.Module):
       aux['attention'] = score_BL
     update_BLD = project('out', out_BLHC, info)
     if self.score == 'first':
-      # Recomputed for the first query, which is cheap, so that the attention
-      # can use backends that return no weights.
+      # Recompute the weights of the first query, which is cheap, so that the
+      # attention can use backends that return no weights.
       weight_BH1S = attention_map(q_BLHC[:, :1], k_BLGC, info.keep_BL)
       aux['attention'] = weight_BH1S.mean(axis=(1, 2))
     elif self.score == 'last':
@@ -371,7 +371,7 @@ def _masked_score(q_BLHC, k_BLHC, keep_BL):
   keep_BL = keep_BL.astype(jnp.float32)
   # XLA merges this with the same map in `masked_attention`.
   weight_BHQS = _masked_map(q_BLHC, k_BLHC, keep_BL)
-  # In full precision: rounded factors would make nearby scores tie.
+  # Use full precision: rounded factors would make nearby scores tie.
   column_BS = keep_BL * jnp.einsum(
     'BHQS,BQ->BS', weight_BHQS, keep_BL, precision='highest'
   )

@@ -29,7 +29,7 @@ from mod_jax.layers.token_info import TokenInfo
 class BlockConfig(config_lib.Validated):
   attention: AttentionConfig
   # Cross-attention to `TokenInfo.source`, between attention and feed-forward;
-  # None for none.
+  # None = no cross-attention.
   cross_attention: AttentionConfig | None = None
   mlp: Slot  # The feed-forward.
   # How the number of tokens is reduced after the attention; None = not at all.

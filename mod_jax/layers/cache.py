@@ -95,7 +95,7 @@ class KVCache:
     )
 
   def enter(self, position_BT: jax.Array, entered_BT: jax.Array) -> 'KVCache':
-    """Returns the cache with tokens added to `entered_BS`, if that is kept."""
+    """Returns the cache with tokens marked in `entered_BS`, if that is kept."""
     if self.entered_BS is None:
       return self
     # The cache has all tokens so far: the slot of each is its position.

@@ -40,7 +40,7 @@ def einsum(
     # A single row in bfloat16 takes XLA for CPUs longer than two do
     # (`benchmarks/one_row.py`).
     return einsum(spec, jnp.concatenate([x, x]), kernel, out_dtype, axes)[:1]
-  if x.dtype == kernel.dtype:  # Then the plain product is enough.
+  if x.dtype == kernel.dtype:  # No cast: the plain product is enough.
     return jnp.einsum(spec, x, kernel, preferred_element_type=out_dtype)
   return _mixed_einsum(spec, out_dtype, axes, x, kernel)
 
@@ -70,7 +70,7 @@ def _forward(spec, out_dtype, axes, x, kernel):
 
 
 def _backward(spec, out_dtype, axes, inputs, dy):
-  del out_dtype, axes  # The dtype is that of dy.
+  del out_dtype, axes  # `dy` already has the result's dtype.
   x, kernel = inputs
   operands, result = spec.split('->')
   of_x, of_kernel = operands.split(',')

@@ -37,8 +37,8 @@ class ExpertsConfig:
   """Which blocks have experts, how many, and who chooses whom."""
 
   num_experts: config_lib.Unrolled = 8  # Number of experts (E).
-  # K, choices of each token. Must be 1 for expert choice, where each token has
-  # `capacity_factor` times `compute_share` experts on average.
+  # K, number of choices of each token. Must be 1 for expert choice, where each
+  # token has `capacity_factor` times `compute_share` experts on average.
   per_token: config_lib.Unrolled = 1
   # Who chooses. Experts choose among all tokens of a sequence, which is not
   # causal; see `threshold_decay`.
@@ -60,7 +60,7 @@ class ExpertsConfig:
   router_std: config_lib.Weight = 0.02
   # Weight of the balance loss (Fedus et al. 2021, Eq. 4), for token choice.
   balance_loss: config_lib.Weight = 0.01
-  # Weight of the mean of squared log-sum-exps (Zoph et al. 2022, Eq. 5).
+  # Weight of the mean squared log-sum-exp of logits (Zoph et al. 2022, Eq. 5).
   z_loss: config_lib.Weight = 0.001
   # For expert choice: decay of the moving average of the lowest probability
   # that each expert chose, the threshold of the causal rule; 0 disables it.
@@ -329,7 +329,7 @@ class ExpertMLP(nn.Module):
   def _tokens_choose(self, logits_BLX):
     """Returns chosen_BLKX: each token's choices as one-hots, best first."""
     logits_BLX, chosen = jax.lax.stop_gradient(logits_BLX), []
-    # Repeated argmax: for few choices top_k is many times slower on CPUs.
+    # Repeat argmax: for few choices top_k is many times slower on CPUs.
     for _ in range(self.config.experts.per_token):
       index_BL = checkpoint_name(logits_BLX.argmax(axis=-1), SELECTION_NAME)
       chosen.append(jax.nn.one_hot(index_BL, logits_BLX.shape[-1], dtype=bool))

@@ -32,7 +32,7 @@ class LoRAConfig:
   rank: config_lib.Size = 16  # Width between the two matrices of an adapter.
   alpha: config_lib.Positive = 32.0  # Updates are multiplied by alpha / rank.
   # Regular expressions of the maps to adapt, such as block_0/attention/query or
-  # block_0/mlp/up; must match a full name.
+  # block_0/mlp/up; each must match a full name.
   maps: tuple[str, ...] = (r'block_\d+/.*',)
 
   def __post_init__(self):
@@ -194,7 +194,7 @@ def adapted(
   axis: str,
   name: str,
 ) -> jax.Array:
-  """Returns the kernels of N maps with their updates, if the slot has any."""
+  """Returns the kernels of N maps, plus updates if the slot has adapters."""
   if not isinstance(slot, AdaptedConfig):
     return kernel_NIO
   update = StackedUpdate(slot, len(kernel_NIO), axis, name=f'{name}_lora')

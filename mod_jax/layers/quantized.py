@@ -21,8 +21,8 @@ class Quantized:
   """An int8 matrix of parameters in place of a float matrix.
 
   The inputs are the last axis, since a CPU then computes products for a few
-  tokens faster (`benchmarks/one_row.py`). They are stored in that order because
-  XLA would widen the matrix to int32 for a transpose before a product.
+  tokens faster (`benchmarks/one_row.py`). The matrix is stored in that order,
+  because XLA would widen it to int32 for a transpose before a product.
 
   Attributes:
     values: int8 integers.

@@ -24,8 +24,8 @@ class Reduced:
   Attributes:
     x_BKD: features of the K tokens that are left.
     info: facts about the K tokens.
-    place_BL: int32 index into the K tokens of the one that each of the L tokens
-      became, or became a part of.
+    place_BL: int32, for each of the L tokens before the reduction: index of the
+      one of the K tokens that contains it.
   """
 
   x_BKD: jax.Array
@@ -52,7 +52,7 @@ class Reduction(config_lib.Validated, abc.ABC):
   def counts(
     self, num_layers: int, tokens: int, prefix: int
   ) -> tuple[int, ...]:
-    """Returns by how many tokens each block reduces their number.
+    """Returns by how much each block reduces the number of tokens.
 
     `tokens` is the number that reaches the first block. The first `prefix` of
     them, such as the class token, are not patches.
@@ -67,7 +67,7 @@ class Reduction(config_lib.Validated, abc.ABC):
     count: int,
     prefix: int,
   ) -> Reduced:
-    """Returns the tokens after a reduction by `count`, which is positive."""
+    """Returns the tokens after reducing their number by `count` > 0."""
 
   @abc.abstractmethod
   def flops(self, tokens: int, count: int, width: int, head_dim: int) -> int:
@@ -90,7 +90,7 @@ class Reduction(config_lib.Validated, abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockReduction:
-  """A reduction with the arguments of its `run` in one block."""
+  """A `Reduction`, and the arguments of its `run` for one block."""
 
   kind: Reduction
   count: int
@@ -111,7 +111,7 @@ class ToMe(Reduction):
 
   evidence: ClassVar[str] = 'keys'
 
-  # Pairs of tokens that each block merges, at most half of the tokens.
+  # Pairs of tokens that each block merges, at most half of the patches.
   r: config_lib.Count = 8
   # `falling`: the number falls linearly from 2r in the first block to 0.
   schedule: Literal['constant', 'falling'] = 'constant'
@@ -147,7 +147,7 @@ class EViT(Reduction):
   """Token reorganisation (Liang et al. 2022): fuses inattentive patches.
 
   The patches that the class token attends to most are kept, in their order. The
-  other patches are fused to one token, at the end: their sum weighted by the
+  other patches are fused into one token, the last: their sum weighted by the
   class token's attention, which is not scaled to sum to 1. Later blocks treat
   the fused token like a patch. The method has no parameters. A block that would
   fuse a single patch keeps all.

@@ -556,7 +556,7 @@ class Layer(nn.Module):
 
 
 def _mean_of_row(score_BL, valid_BL):
-  """Returns each row's mean score over real tokens, or 0, for every token."""
+  """Returns, for each token, its row's mean over real tokens; 0 without any."""
   if valid_BL is None:
     valid_BL = jnp.ones(score_BL.shape, bool)
   total_B1 = jnp.where(valid_BL, score_BL, 0).sum(axis=-1, keepdims=True)

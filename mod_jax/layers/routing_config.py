@@ -33,8 +33,8 @@ class RoutingConfig:
   capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.125
   # Capacity of the last routed layer, as a fraction of the first one's.
   capacity_decay: Annotated[float, config_lib.Range(ge=1e-3, le=1e3)] = 1.0
-  # `shifted_cosine` replaces `capacity` by half a cosine that falls with depth,
-  # and keeps blocks dense where it is high (p-MoD).
+  # `shifted_cosine` replaces `capacity` by a cosine that falls from 1 to 0 with
+  # depth; blocks above .85 are dense, and none is below .15 (p-MoD).
   capacity_schedule: Literal['constant', 'shifted_cosine'] = 'constant'
   # Lower bound of each routed block's capacity; a warm-up lowers it in stages.
   capacity_floor: config_lib.Probability = 0.0
@@ -85,7 +85,7 @@ class RoutingConfig:
   # on the whole text. For gradients use the module of `build(train=True)`.
   per_sequence: bool = False
   # Weight of the loss that pulls the fraction of tokens, or sequences, with a
-  # score above 0 towards the capacity; 0 = no such loss. 0 for top-k.
+  # score above 0 towards the capacity; 0 = no such loss, as top-k requires.
   balance_loss: config_lib.Weight = 0.0
 
   # Class constants, not fields; subclasses turn some of them into fields.

@@ -110,7 +110,7 @@ class RouterWeights:
       if self.hidden_bias is not None:
         x += self.hidden_bias
       x = getattr(nn, self.activation)(x)
-    # Not an einsum, which accelerators would round to bfloat16.
+    # Use no einsum: accelerators would round its operands to bfloat16.
     score_BL = jnp.sum(x * self.kernel, axis=-1)
     return score_BL if self.bias is None else score_BL + self.bias
 

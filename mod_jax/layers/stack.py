@@ -90,7 +90,7 @@ class StackConfig:
     )
 
   def lengths(self, length: int) -> tuple[int, ...]:
-    """Returns how many tokens reach each layer, and how many are left then."""
+    """Returns how many tokens reach each layer, and how many the end."""
     lengths = [length]
     for layer in self.layers:
       lengths.append(layer.block.left(lengths[-1]))
@@ -223,9 +223,9 @@ def layer_configs(
 
 
 def _scored_layers(routing: RoutingConfig, num_layers: int) -> dict[int, str]:
-  """Returns the attention score that a layer computes for routed ones after it.
+  """Returns the kinds of attention score that routed layers choose by.
 
-  Its key is the index of the layer that computes it.
+  Keys are the indices of the layers that compute these scores.
   """
   kind = routing.scorer.attention
   capacities = routing.capacities(num_layers)
@@ -380,8 +380,9 @@ class Stack(nn.Module):
   ) -> StackOutput:
     """Returns the features, each layer's aux, and the caches.
 
-    `caches` are those of `StackConfig.caches` with the tokens so far, or None
-    for whole sequences. `depth` is the number of layers to run; None for all.
+    `caches` hold the tokens so far, as `StackConfig.caches` or the last call
+    returned them; None for whole sequences. `depth` is the number of layers to
+    run; None for all.
     """
     router = self._shared(x_BLD)
     if not self.config.scan:

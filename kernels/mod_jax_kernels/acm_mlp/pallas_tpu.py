@@ -1,9 +1,9 @@
 """Learners on TPUs.
 
 A TPU moves single rows slowly. So kernels read large tiles of tokens in their
-given order, and sort them on the chip, tokens with the most learners first:
-first blocks of 128 tokens, by products with one-hot matrices; then, in the
-whole tile, pieces of eight rows, the height of a register. Each learner runs on
+given order, and sort them on the chip, tokens with the most learners first: in
+blocks of 128 tokens, by products with one-hot matrices; and then, in the whole
+tile, in pieces of eight rows, the height of a register. Each learner runs on
 the first pieces, in units of 128 rows. Hidden units stay on the chip. The
 kernel of the gradient recomputes them, and sums gradients of weights over its
 tiles.
@@ -111,7 +111,7 @@ class Plan:
     self._learners, inputs, hidden = w1_NDF.shape
     outputs = w2_NFD.shape[-1]
     self._arrays, self._width = arrays, width
-    # Add a dimension of size 1, so that blocks of one row span a whole one.
+    # Make b1 [N, 1, F]: a block may have one row if that is the whole axis.
     self._weights = w1_NDF, b1_NF.astype(jnp.float32)[:, None], w2_NFD
     most = min(sizes['hidden'], _WEIGHTS // max(inputs, outputs))
     units = block_of(hidden, max(most, LANES))
@@ -126,7 +126,7 @@ class Plan:
     )
     most = max(min(sizes['rows'], num_bytes // row_bytes) // LANES, 1) * LANES
     tiles = pl.cdiv(tokens, most)
-    tiles += tiles > 1 and tiles % 2  # Two cores get as many tiles each.
+    tiles += tiles > 1 and tiles % 2  # Give two cores equally many tiles.
     self.rows = pl.cdiv(pl.cdiv(tokens, tiles), LANES) * LANES
     self.tiles = pl.cdiv(tokens, self.rows)
     padding = self.tiles * self.rows - tokens
@@ -229,7 +229,7 @@ class Plan:
     return call(*self._scalars, self._k_IBL, *self._arrays, *self._weights)
 
   def of_learners(self, gradients, axis):
-    """Returns [learners, …] of gradients of steps; `axis` gets the blocks."""
+    """Returns gradients [steps, …] as [learners, …], with blocks at `axis`."""
     return jnp.moveaxis(
       gradients.reshape(self._learners, self._blocks, *gradients.shape[1:]),
       1,

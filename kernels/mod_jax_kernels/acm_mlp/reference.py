@@ -21,8 +21,8 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
 
   The outer loop is over learners, so that each weight is sliced once. A learner
   runs on the first tokens in `order`: on whole tiles, and for the rest on the
-  smallest sufficient part of a tile. Each size of a part is compiled by itself,
-  so there are few: in fine steps only where a step is much of the work.
+  smallest sufficient part of a tile. Each size of a part is compiled apart, so
+  there are few sizes, with small steps only between small sizes.
   """
   tokens = x_TD.shape[0]
   learners, hidden, outputs = w2_NFD.shape
@@ -53,9 +53,8 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
 
     def on_tile(i, carry):
       start = i * tile
-      # Compare with the last size too, although `switch` clamps its index: for
-      # few tokens there is only one size, and XLA crashes on an empty array in
-      # a sharded program.
+      # `switch` clamps a too large index, so `sizes[:-1]` would do; but for few
+      # tokens that is empty, and XLA crashes on this in a sharded program.
       size = jnp.sum(count - start > jnp.asarray(sizes))
       branches = [functools.partial(on_rows, rows, start) for rows in sizes]
       return jax.lax.switch(size, branches, carry)
@@ -149,7 +148,7 @@ def act_and_slope(before, activation):
 
 
 def _padded(token_T, tile):
-  """Returns the indices of tokens, padded to whole tiles with one too large."""
+  """Returns token indices, padded to whole tiles with an index out of range."""
   tokens = token_T.size
   padding = -(-tokens // tile) * tile - tokens
   return jnp.pad(token_T, (0, padding), constant_values=tokens)

@@ -32,7 +32,7 @@ _LARGE = {**_TRITON, 'up_stages': 4}
 TILES = {
   'triton': {'': _TRITON, 'NVIDIA A100': _LARGE, 'NVIDIA H': _LARGE},
   # Maximum numbers of tokens per tile and of hidden units per step. A learner
-  # runs on units of 128 tokens of a tile, and the last unit is not full: this
-  # matters more in small tiles. Small steps read and write the sums more often.
+  # runs on units of 128 tokens of a tile, of which the last need not be full:
+  # small tiles waste more. Small steps read and write the sums more often.
   'pallas': {'': {'rows': 4096, 'hidden': 1024}},
 }

@@ -198,10 +198,10 @@ def _for_rows(inputs, outputs, scratch, one):
 
 
 def _words(ref):
-  """Returns interleaved rows as 32-bit words, and an index of words per row.
+  """Returns interleaved rows as 32-bit words, and indices of each row's words.
 
-  A word of bfloat16 holds numbers of two neighbouring rows; an index is then
-  that of the words of both rows.
+  In bfloat16, a word holds numbers of two neighbouring rows, which then share
+  their indices.
   """
   if ref.dtype.itemsize == 2:
     ref = ref.bitcast(jnp.uint32)

@@ -2,8 +2,8 @@
 
 # Sizes for 16-bit floats. For float32, whose exact products cannot use tensor
 # cores, `triton` limits the blocks further. Names of its sizes begin with the
-# kernel: a program of `forward` holds a block of queries and loops over blocks
-# of keys, in the order of the names; other kernels likewise.
+# kernel. A program of a kernel holds a block of the size that is listed first,
+# such as `forward_queries`, and loops over blocks of the second size.
 TILES = {
   # Rows of up to `row` tokens are not cut into blocks.
   'pallas': {'': {'block': 512, 'row': 640}},
