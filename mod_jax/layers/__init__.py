@@ -1,8 +1,8 @@
 """Linen modules, each with its config and its count of FLOPs.
 
 * `stack`, `block`: the layers of a model, and the block in each of them;
-* `attention`, `mlp`, `dense`, `rope`: parts of a block; `cache`: its tokens so
-  far, for decoding;
+* `attention`, `mlp`, `dense`, `rope`: parts of a block;
+* `cache`: keys and values of earlier tokens, for decoding;
 * `routed`, `routing_config`, `scores`, `rules`: Mixture-of-Depths;
 * `experts`, `acm`: mixture of experts, and adaptive computation modules;
 * `reduction`: blocks that merge or fuse tokens;

@@ -40,7 +40,7 @@ class BlockConfig(config_lib.Validated):
   # the block's update is its output minus its input.
   norm_place: Literal['pre', 'post'] = 'pre'
   norm_epsilon: config_lib.Epsilon = 1e-6
-  residual_scale: config_lib.Factor = 1.0  # Factor on both updates.
+  residual_scale: config_lib.Factor = 1.0  # Factor on the update of each part.
   # Probability in training that an element of an update becomes 0.
   dropout: config_lib.BelowOne = 0.0
   dtype: str = 'float32'  # Compute dtype; parameters are always float32.

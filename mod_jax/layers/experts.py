@@ -297,7 +297,7 @@ class ExpertMLP(nn.Module):
     return y_BLD, assigned
 
   def _weights(self, name) -> tuple[jax.Array, jax.Array | None]:
-    """Returns a linear map's kernel_EIO and bias_EO; None if it has no bias."""
+    """Returns kernel_EIO and bias_EO of a linear map; bias_EO may be None."""
     slot, experts = self.config.maps[name], self.config.experts.num_experts
     plain = getattr(slot, 'base', slot)
     kernel_EIO, bias_EO = dense.Kernels(plain, experts, 'experts', name=name)()

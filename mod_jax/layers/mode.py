@@ -29,8 +29,8 @@ class RoutingMode(config_lib.Validated):
       `drop` has `slack · capacity` of the length, assigns them in order of
       position, and skips the tokens that get none. The length excludes padding;
       in generation it is that of the prompt and all new tokens together.
-    slack: for `drop`: number of slots divided by the expected number of chosen
-      tokens.
+    slack: for `drop`, the number of slots divided by the expected number of
+      chosen tokens.
     chunk: number of routed rows processed at a time in decoding, and in
       inference with `per_sequence` routing. None chooses by the batch size, see
       `rows_at_a_time` and `takes_all_rows`. 0 processes all rows, and masks

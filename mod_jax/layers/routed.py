@@ -156,7 +156,7 @@ class Predictor(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
-    # Features grow with depth, but the logits should not.
+    # Scale the features, which grow with depth: the logits should not grow.
     x_BLD = jax.lax.stop_gradient(x_BLD).astype(jnp.float32)
     x_BLD = scores.scale_to_unit(x_BLD)
 
@@ -548,7 +548,7 @@ class Layer(nn.Module):
     weight_BK1 = weight_BK[..., None]
     update_BKD = update_BKD * weight_BK1
     if self.config.routing.combine == 'replace':
-      # x + update = w·(x + f).
+      # Then x + update = w·(x + f).
       update_BKD += (weight_BK1 - 1) * x_BKD
     if valid_BK is not None:
       update_BKD = jnp.where(valid_BK[..., None], update_BKD, 0)

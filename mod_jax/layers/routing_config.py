@@ -69,10 +69,10 @@ class RoutingConfig:
   router_std: config_lib.Weight = 0.02
   # Whether the learned router sees features scaled to a mean square of 1.
   router_norm: bool = False
-  router_bias: bool = False  # Biases in the learned router; the paper has none.
+  router_bias: bool = False  # Biases in the learned router; MoD's has none.
   # Units of the learned router's hidden layer; 0 = a linear router.
   router_width: Annotated[int, config_lib.Range(ge=0, le=2**20)] = 0
-  # Activation of that hidden layer.
+  # Activation of the learned router's hidden layer.
   router_activation: scores.Activation = 'gelu'
   # Whether all routed blocks share one router (γ-MoD).
   shared_router: bool = False

@@ -79,7 +79,7 @@ class Rule(config_lib.Validated, abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Positive(Rule):
-  """Chooses scores above 0, as trained by the auxiliary or balance loss."""
+  """Chooses tokens that score above 0, as auxiliary or balance loss trains it."""
 
   def wants(self, routed, score, capacity):
     return ~(routed.score_BL <= 0)
@@ -95,7 +95,7 @@ class Predicted(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Threshold(Rule):
-  """Chooses scores of at least the moving average of the k-th best."""
+  """Chooses tokens that score at least the moving average of the k-th best."""
 
   def wants(self, routed, score, capacity):
     return ~(routed.score_BL < routed.threshold_B[:, None])

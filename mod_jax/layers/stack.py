@@ -90,7 +90,7 @@ class StackConfig:
     )
 
   def lengths(self, length: int) -> tuple[int, ...]:
-    """Returns how many tokens reach each layer, and how many the end."""
+    """Returns how many tokens reach each layer and, last, how many are left."""
     lengths = [length]
     for layer in self.layers:
       lengths.append(layer.block.left(lengths[-1]))

@@ -12,8 +12,8 @@ from mod_jax import config as config_lib
 class ConvStemConfig:
   """Convolutions, 7×7 and then 3×3, each with BatchNorm and ReLU."""
 
-  width: config_lib.Width = 64  # Channels.
-  depth: config_lib.Unrolled = 3  # Convolutions.
+  width: config_lib.Width = 64  # Channels of each convolution.
+  depth: config_lib.Unrolled = 3  # Number of convolutions.
   # How many of the first convolutions halve the resolution; 1 in LV-ViT.
   halvings: config_lib.Size = 1
 

@@ -46,7 +46,7 @@ def fits(q_BLHC) -> bool:
 
 
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
-  """See `reference.forward`; the mask is valid_BL."""
+  """See `reference.forward`; the mask is None or valid_BL, never mask_BQS."""
   batch, length, heads, _ = q_BLHC.shape
   blocks = _Blocks(q_BLHC)
   q, k, v = map(blocks.tokens, (q_BLHC, k_BLHC, v_BLHC))
@@ -69,7 +69,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
 
 
 def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
-  """See `reference.backward`; the mask is valid_BL."""
+  """See `reference.backward`; the mask is None or valid_BL, never mask_BQS."""
   q_BLHC, k_BLHC, v_BLHC, mask_BL, _, lse_BHL = residuals
   batch, length, _, _ = q_BLHC.shape
   blocks = _Blocks(q_BLHC)

@@ -24,7 +24,7 @@ _LOWEST = -1e30
 
 @dispatch.jit(static_argnames='causal')
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
-  """See `reference.forward`; the mask is valid_BL."""
+  """See `reference.forward`; the mask is None or valid_BL, never mask_BQS."""
   if pallas_rows.fits(q_BLHC):
     return pallas_rows.forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, causal=causal)
   batch, length, heads, channels = q_BLHC.shape
@@ -83,7 +83,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
 
 @dispatch.jit(static_argnames='causal')
 def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
-  """See `reference.backward`; the mask is valid_BL."""
+  """See `reference.backward`; the mask is None or valid_BL, never mask_BQS."""
   q_BLHC, k_BLHC, v_BLHC, mask_BL, out_BLHC, lse_BHL = residuals
   if pallas_rows.fits(q_BLHC):
     return pallas_rows.backward(dout_BLHC, dcolumn_BL, residuals, causal=causal)

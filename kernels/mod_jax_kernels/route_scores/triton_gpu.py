@@ -19,7 +19,7 @@ from mod_jax_kernels.triton_call import block_of, triton_call
 
 @dispatch.jit(static_argnames='causal')
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
-  """See `reference.forward`; the mask is valid_BL."""
+  """See `reference.forward`; the mask is None or valid_BL, never mask_BQS."""
   batch, length, heads, _ = q_BLHC.shape
   per_query = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
   valid_BL = _or_any(mask_BL, q_BLHC)
@@ -45,7 +45,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
 
 @dispatch.jit(static_argnames='causal')
 def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
-  """See `reference.backward`; the mask is valid_BL."""
+  """See `reference.backward`; the mask is None or valid_BL, never mask_BQS."""
   q_BLHC, k_BLHC, v_BLHC, mask_BL, out_BLHC, lse_BHL = residuals
   valid_BL = _or_any(mask_BL, q_BLHC)
   like_q = jax.ShapeDtypeStruct(q_BLHC.shape, q_BLHC.dtype)

@@ -9,8 +9,8 @@ from mod_jax_kernels import dispatch
 from mod_jax_kernels.token_select import reference, sort
 
 Implementation = Literal['xla', 'sort', 'pallas', 'triton']
-# From this many scores in all rows, bisection on CPUs takes a half to a fifth
-# of the time of a sort; below, both take some ten microseconds.
+# For at least this many scores in all rows, bisection on CPUs takes a half to a
+# fifth of the time of a sort; for fewer, both take some ten microseconds.
 _MANY = 2**13
 # The kernel for TPUs holds two buffers of eight rows of this length, and at
 # most as many positions, on the chip.
