@@ -79,7 +79,10 @@ class Rule(config_lib.Validated, abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Positive(Rule):
-  """Chooses tokens that score above 0, as auxiliary or balance loss trains it."""
+  """Chooses tokens with scores above 0.
+
+  An auxiliary loss or the balance loss trains the scores for this rule.
+  """
 
   def wants(self, routed, score, capacity):
     return ~(routed.score_BL <= 0)
