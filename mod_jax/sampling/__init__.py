@@ -1,4 +1,10 @@
-"""Generation with per-layer caches and causal routing."""
+"""Generation with per-layer caches and causal routing.
+
+* `generation`: prefill, and the loop that adds tokens.
+* `logits`: temperature, top-k, top-p and min-p filters.
+* `speculation`: drafts of several tokens, which the model verifies.
+* `transcripts`: decoding of CTC.
+"""
 
 from mod_jax.sampling.generation import Generated, generate, pad_prompts
 from mod_jax.sampling.logits import filter_logits

@@ -46,7 +46,7 @@ class Generated:
 def pad_prompts(
   prompts: list[list[int]], *, side: str = 'left'
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Pads token lists to one length: (tokens_BP int32, valid_BP)."""
+  """Returns token lists padded to one length: (tokens_BP int32, valid_BP)."""
   lengths = [len(prompt) for prompt in prompts]
   require(
     all(lengths or [0]),
@@ -86,13 +86,13 @@ def generate(
   """Continues prompts; each sequence is routed independently of the others.
 
   Args:
-    model: the language model, or one that sees; scanned layers are unrolled.
+    model: the language model, or a `VLM`; scanned layers are unrolled.
     variables: `params`, and `moving` for the rule `threshold`.
     tokens_BP: int prompts.
     valid_BP: False for padding, left or right; None if there is none.
-    images_BIHWC: pictures of the prompts, for a `VLM`, whose tokens have
-      placeholders for them, as `models.vlm.place_images` makes them.
-    kind_BP: `kind_BL` of a `VLM`.
+    images_BIHWC: pictures of a `VLM`'s prompts, whose tokens then include
+      placeholders for the pictures, as from `models.vlm.place_images`.
+    kind_BP: kinds of the tokens, as `kind_BL` of a `VLM`.
     max_new_tokens: number of tokens to add to each sequence.
     mode: the causal rule and its options; a string is a rule's name. Dense
       models ignore it.
@@ -105,9 +105,9 @@ def generate(
     min_p: of sampling; see `filter_logits`.
     end_token: id of the token after which a sequence stops.
     key: random key; may be None at temperature 0.
-    max_length: number of tokens that the caches hold; prompt and new tokens by
-      default. Where blocks choose among image tokens, each row takes places for
-      as many pictures as `images_BIHWC` has.
+    max_length: number of tokens that the caches hold; by default those of the
+      prompt and the new tokens. If blocks choose among image tokens, every row
+      takes the places of all I pictures, even if it has fewer.
     draft: proposes tokens that the model verifies several at a time. It changes
       the speed, but neither the greedy text nor the distribution of samples.
   """
@@ -154,8 +154,8 @@ def generate(
   prefill_mode = mode
   if prefill == 'top_k' and model.config.num_routed and prompt > 1:
     prefill_mode = dataclasses.replace(mode, rule='top_k')
-  # Pad lengths to powers of two, so that few programs are compiled; beside
-  # pictures that of the text.
+  # Pad the number of text tokens and of new tokens to powers of two, so that
+  # few programs are compiled.
   length = image_places + bucket(max(1, prompt - image_places))
   padding, new = length - prompt, bucket(max_new_tokens)
   if (kind_BP := pictures.get('kind_BL')) is not None:
@@ -251,8 +251,9 @@ def _check_room(
   counted_BP, kept, expected = valid_BP, 0, ''
   kinds = config.routing.kinds if config.num_routed else None
   if image_places and 'image' in (kinds or ()):
-    # For these places, routed blocks have only the slots of the image tokens
-    # that they choose: there, text of a row with fewer pictures finds no room.
+    # For the places of pictures, caches of routed blocks only have slots for
+    # the image tokens that the blocks choose. So text cannot use the places of
+    # pictures that a row lacks.
     counted_BP = valid_BP & (tokens_BP != config.image_token)
     kept = image_places
     expected = f', where each takes {kept} places for pictures beside its text'
@@ -329,14 +330,15 @@ def log_prob(logits, token) -> jax.Array:
   return logit - jax.nn.logsumexp(logits, axis=-1)
 
 
-# XLA for GPUs makes of a matrix times a single row a product of elements, which
-# it writes to memory, and then a sum. For one sequence that is 1.3 to 2.3 times
-# the bytes (`benchmarks/compiled_decode.py`).
+# XLA for GPUs turns the product of a matrix and a single row into an
+# elementwise product, which it writes to memory, and a sum. A step for one
+# sequence then moves 1.3 to 2.3 times the bytes
+# (`benchmarks/compiled_decode.py`).
 GPU_OPTIONS = {'xla_disable_hlo_passes': 'dot-strength-reduction'}
 
 
 def jit_steps(**options):
-  """Returns a decorator like `jax.jit`, for programs that decode."""
+  """Returns a decorator like `jax.jit` that uses `GPU_OPTIONS` on GPUs."""
 
   def decorate(function):
     @functools.cache
@@ -373,7 +375,8 @@ def _generate(
   writer = _Writer(
     *(model, variables, options, settings, num_tokens, key, row_key_B)
   )
-  # Each row's own length, so that its text does not depend on other rows.
+  # Size each row's cache by the row's own length, so that its text does not
+  # depend on other rows.
   start_B = valid_BP.sum(axis=-1)
   cache = lm.LMCache.empty(
     *(config, batch, options.room, options.mode, start_B + num_tokens),
@@ -436,8 +439,8 @@ class _Writer:
   options: _Options
   settings: Settings
   num_tokens: jax.Array  # New tokens that each row should get.
-  key: jax.Array  # Of the forward passes.
-  row_key_B: jax.Array  # With which the rows sample.
+  key: jax.Array  # For random routing scores in the forward passes.
+  row_key_B: jax.Array  # Each row's key for sampling.
 
   def draw(self, logits_BV, text: '_Text'):
     """Returns the next tokens, their log-probabilities, and counts of 1."""
@@ -454,13 +457,13 @@ class _Writer:
     return cache, self.draw(logits_B1V[:, 0], text), overflow
 
   def some_more(self, cache, text: '_Text'):
-    """Reads the last token and a draft; returns the same as `one_more`."""
+    """Reads the last token and a draft; returns results like `one_more`'s."""
     draft, mode = self.options.draft, self.options.mode
     vocab_size = self.model.config.vocab_size
     draft_key_B, accept_key_B = jax.vmap(jax.random.split)(self._keys(text)).T
     pass_key = self._pass_key(text)
     read_count_B, remaining_B = cache.length_B, self.num_tokens - text.count_B
-    # The last of a row's tokens is sampled but never read.
+    # The last token that a row needs is sampled but never read.
     valid_BL = jnp.arange(draft.tokens + 1) < remaining_B[:, None]
     valid_BL &= text.active_B[:, None]
     if draft.kind == 'lookup':
@@ -492,7 +495,7 @@ class _Writer:
       accept_key_B,
     )
     if (end_token := self.options.end_token) is not None:
-      # Discard what follows an end token.
+      # Discard tokens after an end token.
       ends_BL = tokens_BL == end_token
       first_B = jnp.where(ends_BL.any(-1), ends_BL.argmax(-1), draft.tokens)
       new_B = jnp.minimum(new_B, first_B + 1)

@@ -62,7 +62,7 @@ def filter_logits(
     lambda x_BV: x_BV,
     divided_BV,
   )
-  # Rounding: with top_p = 1 the sum may reach 1 too early.
+  # With top_p = 1 keep all tokens: a rounded sum may reach 1 too early.
   nucleus_B1 = jnp.where(top_p_B1 < 1, top_p_B1, jnp.inf)
   filtered_BV = jax.lax.cond(
     (top_p_B1 < 1).any(),
@@ -70,7 +70,7 @@ def filter_logits(
     lambda x_BV: x_BV,
     filtered_BV,
   )
-  # A share of the largest probability is a distance from the largest logit.
+  # A fraction of the largest probability is a distance below the largest logit.
   least_B1 = divided_BV.max(axis=-1, keepdims=True) + jnp.log(min_p_B1)
   filtered_BV = jnp.where(divided_BV >= least_B1, filtered_BV, -jnp.inf)
   best_B1 = vocabulary.argmax(logits_BV)[:, None]
@@ -79,11 +79,12 @@ def filter_logits(
 
 
 def _likeliest(logits_BV, weight_BV, enough_B1):
-  """Returns the fewest likeliest tokens that weigh enough, -inf for the others.
+  """Returns logits of the fewest likeliest tokens of enough weight, else -inf.
 
-  The likeliest is always left, and of equal ones the first; all are, where not
-  even all weigh enough. Searching by halves for the least logit, and where
-  several have it for the last token, takes a tenth of the time of sorting.
+  Of tokens with equal logits the first are kept. At least one token is kept,
+  and all are if their total weight is below `enough_B1`. Bisection for the
+  least kept logit, and for the last kept token if several have that logit,
+  takes a tenth of the time of sorting.
   """
   enough_B1 = jnp.maximum(enough_B1, jnp.finfo(jnp.float32).tiny)
 
@@ -102,7 +103,7 @@ def _likeliest(logits_BV, weight_BV, enough_B1):
   is_least_BV = logits_BV == least_B1
 
   def first():
-    """Returns as many of the tokens with the least logit as it takes."""
+    """Returns the mask of kept tokens, with only the first of equal ones."""
     size = logits_BV.shape[-1]
 
     def kept(before_B1):
@@ -123,9 +124,10 @@ def _likeliest(logits_BV, weight_BV, enough_B1):
 
 
 def _largest(holds, low, high, steps):
-  """Returns the largest integers for which a falling condition holds, or low.
+  """Returns the largest integers, from `low` to `high`, for which `holds`.
 
-  There are fewer than 2**steps from `low` to `high`.
+  `holds` is True up to some integer and False above it; the result is `low` if
+  it is True for no larger integer. `high - low` is less than 2**steps.
   """
 
   def halve(_, bounds):
@@ -141,12 +143,12 @@ def _largest(holds, low, high, steps):
 
 
 def _code(x):
-  """Returns integers that are in the same order as floats."""
+  """Maps float32 numbers to int32 numbers in the same order."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def _float(code):
-  """The inverse of `_code`."""
+  """Inverts `_code`."""
   bits = jnp.where(code < 0, code ^ 0x7FFFFFFF, code)
   return jax.lax.bitcast_convert_type(bits, jnp.float32)

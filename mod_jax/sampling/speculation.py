@@ -19,13 +19,13 @@ from mod_jax.layers import vocabulary
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
 
-# Longest suffix of a text to search for in it, in tokens.
+# Longest suffix of a text, in tokens, that is searched for earlier in the text.
 _LOOKED_UP = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draft(config_lib.Validated):
-  """What proposes tokens, and how many at a time.
+  """How tokens are proposed, and how many at a time.
 
   Attributes:
     kind: `early`, the first blocks of the model and its head (LayerSkip,
@@ -80,8 +80,8 @@ def propose(
 
   `read` maps cache, token_B, valid_B and the index of the proposal to logits_BV
   and the cache with the token. `token_B` is each row's last token, which is not
-  in the cache. `valid_BD` says whether the row needs the proposal, and so reads
-  the token before.
+  in the cache. `valid_BD` is True where a row needs the proposal, and so must
+  read the token before it.
 
   Returns:
     tokens_BD; the distributions that they were sampled from, probability_BDV;
@@ -106,9 +106,9 @@ def propose(
 def look_up(text_BT: jax.Array, length_B: jax.Array, count: int) -> jax.Array:
   """Returns `count` tokens that followed the text's last tokens earlier on.
 
-  Takes the earlier position that matches the longest suffix, up to three
-  tokens, and the latest of several. Proposals that would run past the end of
-  the text repeat periodically. `text_BT` holds garbage after `length_B` tokens.
+  Of the earlier positions that match the longest suffix, of up to three tokens,
+  takes the latest. Proposals that would run past the end of the text repeat
+  periodically. `text_BT` holds garbage after `length_B` tokens.
   """
   place_T = jnp.arange(text_BT.shape[1])
   last_B1 = length_B[:, None] - 1
@@ -142,9 +142,10 @@ def accept(
   proposals and one token sampled from the model. They are distributed as if the
   model had sampled all of them one by one.
 
-  `draft_BDV` are the probabilities that proposals were sampled from; those of
-  the model, `model_BLV`, are of one more position. `wanted_BD` is False where a
-  row needs no more: those proposals are neither accepted nor rejected.
+  `draft_BDV` are the distributions that the proposals were sampled from, and
+  `model_BLV` the model's distributions at these positions and the next one.
+  `wanted_BD` is False for proposals that a row does not need; they are neither
+  accepted nor rejected.
   """
   draft_BD, model_BD = (
     jnp.take_along_axis(x, proposed_BD[..., None], axis=-1)[..., 0]
@@ -166,7 +167,7 @@ def accept(
     for x in (model_BLV, draft_BLV)
   )
   residual_BV = jnp.maximum(model_BV - draft_BV, 0)
-  # The residual of equal distributions is 0.
+  # The residual of equal distributions is 0: then sample from the model's.
   residual_BV = jnp.where(
     residual_BV.any(axis=-1, keepdims=True), residual_BV, model_BV
   )

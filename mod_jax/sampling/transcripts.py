@@ -1,4 +1,4 @@
-"""Decoding of CTC's logits: by the best path, or by a beam of prefixes."""
+"""Decoding of CTC's logits: by the best path, or by prefix beam search."""
 
 from collections import defaultdict
 
@@ -19,11 +19,12 @@ def greedy(best_L: np.ndarray, blank: int = 0) -> tuple[list[int], list[int]]:
 def prefix_beam(
   log_prob_LV: np.ndarray, *, blank: int = 0, width: int = 16
 ) -> tuple[list[int], float]:
-  """Returns the likeliest labels, over all their paths, and their log-prob.
+  """Returns the likeliest sequence of labels, and its log-probability.
 
-  Hannun et al. 2014, without a language model. It is exact if no more than
-  `width` prefixes come up. A prefix has two log-probabilities: of paths that
-  end in a blank, and of those that end in its last label.
+  The probability is summed over all paths of the sequence: Hannun et al. 2014,
+  without a language model. The result is exact if there are never more than
+  `width` prefixes. A prefix has two log-probabilities: of paths that end in a
+  blank, and of paths that end in its last label.
   """
   beams = {(): (0.0, -np.inf)}
   for log_prob_V in log_prob_LV:
@@ -39,7 +40,7 @@ def prefix_beam(
         if label == blank:
           continue
         if prefix and label == prefix[-1]:
-          # The same label goes on; only after a blank does it come again.
+          # A repeated label merges with the last one, except after a blank.
           add(prefix, -np.inf, ends_label + log_prob)
           add((*prefix, label), -np.inf, ends_blank + log_prob)
         else:

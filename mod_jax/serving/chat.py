@@ -1,7 +1,7 @@
 """Chat templates, which render a list of messages as the text of a prompt.
 
-They are Jinja templates that lie beside a tokenizer. They get the functions and
-filters of Hugging Face's `apply_chat_template`, for which they are written.
+They are Jinja templates in the folder of a tokenizer, and may use the functions
+and filters of Hugging Face's `apply_chat_template`, for which they are written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,18 +33,19 @@ class _Generation(jinja2.ext.Extension):
 
 
 def read_template(path: str | os.PathLike) -> jinja2.Template | None:
-  """Returns the template beside a tokenizer, a file or directory, or None.
+  """Returns the template in a tokenizer's folder; None if there is none.
 
-  A template that cannot be parsed is logged and counts as none. Templates are
-  untrusted: both parsing (Jinja folds constants) and rendering one may take any
-  time and memory, which `text_process` limits.
+  `path` is the folder or a file in it. If the template cannot be parsed, logs a
+  warning and returns None. Templates are untrusted: both parsing (Jinja folds
+  constants) and rendering may take any time and memory, which `text_process`
+  limits.
   """
   folder = pathlib.Path(path).expanduser()
   folder = folder if folder.is_dir() else folder.parent
   fields = paths.read_object(folder / 'tokenizer_config.json')
   text = fields.get('chat_template')
   if isinstance(text, list):
-    # Several by their names; others than the default are for tools and so on.
+    # A list of named templates; others than `default` are for tools and so on.
     named = {x.get('name'): x for x in text if isinstance(x, dict)}
     text = named.get('default', {}).get('template')
   with contextlib.suppress(OSError, ValueError):
@@ -77,7 +78,7 @@ def render(kind: str, path: str, messages: Sequence[Mapping]) -> str:
     kind: of the tokenizer, for `tokenizers.make`; only those of Hugging Face
       have templates.
     path: of the tokenizer.
-    messages: of a `role` and a `content`, as the template wants them.
+    messages: dicts with a `role`, a `content`, and all else the template reads.
   """
   template = read_template(path) if kind == 'huggingface' else None
   if template is None:
@@ -87,19 +88,20 @@ def render(kind: str, path: str, messages: Sequence[Mapping]) -> str:
     )
   try:
     return template.render(
-      # As there: `none` would be written out, or taken for calls of tools.
+      # Leave out None as Hugging Face does: a template would write it out, or
+      # take it for calls of tools.
       messages=[
         {name: x for name, x in message.items() if x is not None}
         for message in messages
       ],
       add_generation_prompt=True,
-      # As without any in Hugging Face: templates ask whether these are None.
+      # Hugging Face passes None if there are none, and templates check for it.
       tools=None,
       documents=None,
     )
-  except MemoryError:  # `text_process`, which limits it, words the refusal.
+  except MemoryError:  # `text_process` limits memory, and makes the message.
     raise
-  except Exception as error:  # A template is a program that may raise any.
+  except Exception as error:  # A template is a program and may raise any error.
     raise UserError(f'messages do not fit the template: {error}') from error
 
 

@@ -1,21 +1,22 @@
 """Continuous batching: many requests share the slots of one decoding state.
 
-`slots.Program.prefill`, compiled for each power of two of prompt lengths and
-each number of pictures, reads a whole prompt into its own cache, and `insert`
-copies that into a free slot; `step` adds a token to every active slot. `insert`
-and `step` donate the state, so caches are updated in place. Settings of
+`slots.Program.prefill` reads a whole prompt into a cache of its own; it is
+compiled for each power of two of prompt lengths and each number of pictures.
+`insert` copies that cache into a free slot, and `step` adds a token to every
+active slot. Both donate the state, so caches are updated in place. Settings of
 requests (temperature, limits, seed) are arrays with an entry per slot, so
 nothing compiles after `warm_up`. The host reads the tokens of one step while
-the next one runs. What few requests ask for (penalties, biases, schemas,
-log-probabilities of other tokens) is in programs of its own, which run only
-while such a request has a slot.
+the next one runs. Penalties, biases, schemas and log-probabilities of other
+tokens are computed by separately compiled programs, which run only while a
+request that needs one of these has a slot.
 
-What a request with a schema may write next depends on the token before. Threads
-find it out (`grammar`), and the request sits out the steps until it is known.
+Which tokens a JSON schema allows next depends on the token before. Threads
+compute the mask of these tokens (`grammar`); until it is known, steps leave out
+the request.
 
-A finished slot becomes inactive on the device; the host learns of it a step
-later and refills the slot. The host itself releases the slots of requests that
-are cancelled or meet a stop text.
+The device makes the slot of a finished request inactive; the host reads this a
+step later, and gives the slot to another request. The host itself releases the
+slots of requests that are cancelled or meet a stop text.
 """
 
 import collections
@@ -40,7 +41,7 @@ from mod_jax.serving import slots as slots_lib
 from mod_jax.serving.text_stream import TextStream
 
 Reason = Literal['stop', 'length', 'cancelled', 'failed', 'too_complex']
-FAILURES = {  # Reasons for which there is no whole answer, in a sentence.
+FAILURES = {  # Messages for the reasons that leave an answer incomplete.
   'failed': "the model's tokenizer cannot turn its tokens to text.",
   'too_complex': 'the JSON schema takes too much computing; simplify it.',
 }
@@ -58,11 +59,11 @@ class Event:
   text: str
   token: int | None = None  # None if the event only ends the request.
   log_prob: float | None = None  # In nats, under the model's own distribution.
-  likeliest: Likeliest = ()  # In the token's place, if asked for.
-  # None while the request goes on. It ends with `stop` at its end token, a stop
-  # text or the end of its JSON, and with `length` at its limit. It has `failed`
-  # where the tokenizer cannot turn its tokens into text, and is `too_complex`
-  # where its schema takes too much computing.
+  likeliest: Likeliest = ()  # At the token's position, if requested.
+  # Why the request ended; None while it goes on. `stop`: it sampled the end
+  # token, met a stop text or completed its JSON. `length`: it reached its
+  # limit. `failed`: the tokenizer cannot turn its tokens into text.
+  # `too_complex`: its schema takes too much computing.
   reason: Reason | None = None
 
 
@@ -71,14 +72,14 @@ class Completion:
   """The whole continuation of a request."""
 
   text: str  # Without the stop text.
-  tokens: tuple[int, ...]  # With those of a stop text, without the end token.
+  tokens: tuple[int, ...]  # Includes a stop text's, but not the end token.
   log_probs: tuple[float, ...]  # Of these tokens, in nats.
-  likeliest: tuple[Likeliest, ...]  # For each token, if asked for.
+  likeliest: tuple[Likeliest, ...]  # For each token, if requested.
   reason: Reason  # As in `Event`.
 
 
-# Seconds until an engine that waits for schemas looks around: where there is
-# nothing else to do, and where the device may be done with a step.
+# Longest wait for the masks of schemas, in seconds: while no step can run, and
+# between checks whether the device has finished the running step.
 _PATIENCE, _GLANCE = 0.05, 0.0005
 
 
@@ -87,27 +88,27 @@ class _Request:
   """The host's record of a request."""
 
   id: int
-  # Tokens and which of them are real, [1, P]: right-padded, since the cache
-  # takes real tokens only.
+  # Token ids, and which of them are real, [1, P]. Padding may be on the right,
+  # since only real tokens are written into the cache.
   prompt: tuple[np.ndarray, np.ndarray]
   pictures: dict[str, np.ndarray]  # Further arguments of a `VLM`.
   limit: int
   settings: tuple[float, ...]  # Arguments of `generation.Settings.of`.
   seed: int
   text: TextStream
-  extras: dict[str, Any]  # Arguments of `extras_of`; empty if it asks for none.
+  extras: dict[str, Any]  # Keywords of `slots.extras_of`; empty without extras.
   num_likeliest: int
   constraint: grammar_lib.Constraint | None
   cancelled: bool = False
 
   @property
   def plain(self) -> bool:
-    """Whether the programs without extras will do."""
+    """Whether the programs without `slots.Extras` suffice for the request."""
     return not self.extras and self.constraint is None
 
   @property
   def held(self) -> bool:
-    """Whether it is not known yet what may come next."""
+    """Whether the request must wait for the mask of its next token."""
     return self.constraint is not None and not self.constraint.known
 
 
@@ -116,12 +117,13 @@ class Load:
   """How much of the engine is in use."""
 
   running: int  # Requests that have a slot.
-  waiting: int  # Requests that wait for one.
-  # Share of (token, block) pairs whose attention was skipped, of the tokens in
-  # the slots; those of a request that has ended count until its slot is taken
-  # again.
+  waiting: int  # Requests that wait for a slot.
+  # Fraction of (token, block) pairs whose attention was skipped, over all
+  # tokens in the slots' caches. Tokens of a request that has ended count until
+  # another request takes its slot.
   skipped: float
-  filled: float  # Share of the tokens that the slots can hold.
+  # Tokens of running requests, as a fraction of what all slots can hold.
+  filled: float
 
 
 class Engine:
@@ -138,15 +140,16 @@ class Engine:
   in each step for all slots together.
 
   Args:
-    run: a language model, or one that sees, as `mod_jax.load` returns it.
+    run: a language model, possibly one that reads pictures (a `VLM`), as
+      `mod_jax.load` returns it.
     slots: number of requests that are decoded at a time.
-    max_length: most tokens of a prompt and its continuation together, besides
-      those of pictures; None for the run's `default_length`. Every slot's cache
-      has room for so many from the beginning.
+    max_length: most tokens of a prompt and its continuation together, not
+      counting those of pictures; None for the run's `default_length`. Every
+      slot's cache is allocated for this many tokens, and for the pictures.
     mode: how routed blocks choose tokens; None for the first causal rule that
       the model was trained for.
-    pictures: most pictures of a request, for which every slot has room, too, of
-      a model that sees; None for as many as a row of its data has.
+    pictures: most pictures of a request; must be 0 for a model of text alone.
+      None for the `data.pictures` of the run's config, or 0 for such a model.
 
   Raises:
     UserError: the run is not a language model, or has no causal rule.
@@ -211,7 +214,7 @@ class Engine:
     self._state = slots_lib.State(
       self._program.empty(slots), slots_lib.rows_of(slots)
     )
-    # None while no request in the slots has any.
+    # None while no request in the slots needs the programs with extras.
     self._extras: slots_lib.Extras | None = None
 
   # Requests.
@@ -242,27 +245,29 @@ class Engine:
       max_new_tokens: most tokens to add; None for as many as fit.
       temperature: of sampling; 0 takes the likeliest token.
       top_k: sample among this many likeliest tokens; 0 for all.
-      top_p: sample from the nucleus of this probability.
-      min_p: sample among tokens of at least this share of the likeliest one's
-        probability.
+      top_p: sample among the fewest likeliest tokens whose total probability
+        reaches this (the nucleus).
+      min_p: sample among tokens whose probability is at least this fraction of
+        the likeliest token's.
       frequency_penalty: subtracted from a token's logit for each time that the
-        continuation has it; -2 to 2, as the next one.
-      presence_penalty: subtracted once if the continuation has the token.
+        token is in the continuation; -2 to 2.
+      presence_penalty: subtracted once from the logit of a token that is in the
+        continuation; -2 to 2.
       logit_bias: numbers from -100 to 100, by token, to add to the logits.
-      num_likeliest: log-probabilities of so many of the likeliest tokens are
-        returned in each place, 20 at most.
-      schema: JSON schema that the continuation conforms to, or what `compile`
-        made of it.
+      num_likeliest: number of likeliest tokens, 20 at most, whose
+        log-probabilities are returned at each position.
+      schema: JSON schema that the continuation conforms to, or the schema as
+        compiled by `compile`.
       stop: the continuation ends before the first of these texts.
       seed: of the sampling.
       images: the pictures, as `run.preprocess` makes them.
-      kinds: index into `token_info.KINDS` of each token of the prompt; None for
-        `question`.
+      kinds: index into `token_info.KINDS` of each token of the prompt; None if
+        all are of the kind `question`.
 
     Raises:
-      UserError: the prompt is empty or has tokens outside the vocabulary; it
-        does not fit a slot, or its pictures; a setting is out of range; or the
-        schema is not supported.
+      UserError: the prompt is empty or has tokens outside the vocabulary; the
+        prompt, its new tokens or its pictures do not fit a slot; a setting is
+        out of range; or the schema is not supported.
     """
     stops = (stop,) if not isinstance(stop, list | tuple) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
@@ -339,7 +344,7 @@ class Engine:
     return tokens
 
   def _placed(self, tokens, images, kinds):
-    """Returns the fields `prompt` and `pictures` of a request."""
+    """Returns the fields `prompt` and `pictures` of a `_Request`."""
     config, text = self._program.config, len(tokens) - len(images)
     if not isinstance(config, vlm.VLMConfig):
       require(
@@ -365,7 +370,7 @@ class Engine:
     return prompt, {'images_BIHWC': images_1IHWC, **given}
 
   def num_read(self, tokens: Sequence[int]) -> int:
-    """Returns how many tokens a prompt has with those of its pictures."""
+    """Returns how many tokens a prompt has, including those of pictures."""
     config, count = self._program.config, len(tokens)
     if isinstance(config, vlm.VLMConfig):
       placed = list(tokens).count(config.image_token)
@@ -373,7 +378,7 @@ class Engine:
     return count
 
   def _checked_extras(self, frequency, presence, bias, num_likeliest):
-    """Returns the arguments of `extras_of` that are not the default."""
+    """Returns the valid keywords of `extras_of` that are not the default."""
     for name, value in (('frequency', frequency), ('presence', presence)):
       require(-2 <= value <= 2, '-2 to 2', **{f'{name}_penalty': value})
     size = self._program.config.vocab_size
@@ -393,7 +398,7 @@ class Engine:
     return {name: value for name, value in extras.items() if value}
 
   def compile(self, schema: Mapping[str, Any]) -> grammar_lib.Grammar:
-    """Compiles a JSON schema for `submit`; any thread may do it.
+    """Compiles a JSON schema for `submit`; any thread may call this.
 
     Raises:
       UserError: the schema is not supported, the model has no tokenizer, or the
@@ -412,7 +417,7 @@ class Engine:
 
   @property
   def idle(self) -> bool:
-    """Whether no request is unfinished and no event undelivered."""
+    """Whether all requests have ended and all events were delivered."""
     return not self._requests and not self._events
 
   # Work.
@@ -441,7 +446,7 @@ class Engine:
     return events
 
   def _fill(self, slot) -> None:
-    """Puts the first request into a slot of which all is known."""
+    """Puts the first waiting request that is not held into a slot."""
     for request in [r for r in self._waiting if not r.held]:
       self._waiting.remove(request)
       mask_W = self._taken(request)
@@ -450,7 +455,7 @@ class Engine:
         break
 
   def _step(self) -> bool:
-    """Dispatches a step if a request can go on; returns whether one can."""
+    """Dispatches a step if any request can take part; returns whether so."""
     gate = None
     if all(r is None or r.plain for r in self._in_slot):
       self._extras = None
@@ -467,7 +472,7 @@ class Engine:
     return True
 
   def _await_masks(self) -> None:
-    """Waits for the masks of the next step, while the device is busy anyway."""
+    """Waits for the masks of the next step as long as the device is busy."""
     requests = [r for r in self._in_slot if r is not None]
     while awaited := _awaited(requests):
       if not self._pending or self._pending[-1][1][0].is_ready():
@@ -475,9 +480,10 @@ class Engine:
       concurrent.futures.wait(awaited, _GLANCE)
 
   def _gate(self) -> slots_lib.Gate:
-    """Returns what the requests in the slots may do in the next step."""
+    """Returns the allowed tokens and the held slots of the next step."""
     held_B = np.array([r is None or r.held for r in self._in_slot])
-    # While all that are here wait for each other's masks, none goes ahead.
+    # If all requests in the slots have constraints, they take part in the same
+    # steps: hold all of them until every mask is known.
     if all(r is None or r.constraint is not None for r in self._in_slot):
       held_B |= any(r is not None and r.held for r in self._in_slot)
     allowed_BW = self._all_allowed(self.slots)
@@ -495,9 +501,10 @@ class Engine:
     return np.full((batch, words), 2**32 - 1, np.uint32)
 
   def _taken(self, request) -> np.ndarray | None:
-    """Returns the mask of a request's next token, if it has a constraint.
+    """Returns the mask of a request's next token; None without a constraint.
 
-    Ends the request if its text is complete, or takes too much computing.
+    Ends the request, and returns None, if its text is complete or its schema
+    takes too much computing.
     """
     if request.constraint is None:
       return None
@@ -516,7 +523,7 @@ class Engine:
     self._events.append(Event(request.id, *args, **kwargs))
 
   def _wait_for_grammars(self) -> None:
-    """Waits until another mask is known, if requests wait for that alone."""
+    """Waits until a thread finds a mask, for `_PATIENCE` seconds at most."""
     if awaited := _awaited(self._requests.values()):
       concurrent.futures.wait(
         awaited, _PATIENCE, concurrent.futures.FIRST_COMPLETED
@@ -552,8 +559,8 @@ class Engine:
   def warm_up(self, report: Callable[[str], None] = lambda _: None) -> None:
     """Compiles everything that requests need, before the first one arrives.
 
-    `report` is told what is compiled next, such as '2 of 6: prompts of up to 16
-    tokens'.
+    Calls `report` with what is compiled next, such as '2 of 6: prompts of up to
+    16 tokens'.
     """
     lengths, most = [], self.max_length - 1
     while not lengths or lengths[-1] < most:
@@ -667,7 +674,7 @@ class Engine:
       self._add(request, int(token_B[b]), float(log_prob_B[b]), top)
 
   def _add(self, request, token, log_prob, likeliest) -> None:
-    """Adds a token to a request, which may be its last."""
+    """Adds a token to a request, and ends the request if it is the last."""
     request.limit -= 1
     ends = token == self._program.end_token
     text = '' if ends else request.text.add(token)
@@ -692,7 +699,7 @@ class Engine:
 
 
 def _awaited(requests: Iterable[_Request]) -> list[concurrent.futures.Future]:
-  """Returns the masks of requests that threads have not found yet."""
+  """Returns futures of the requests' masks that threads still compute."""
   masks = [r.constraint.awaited for r in requests if r.constraint is not None]
   return [mask for mask in masks if mask is not None and not mask.done()]
 

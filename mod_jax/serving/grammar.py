@@ -1,9 +1,9 @@
 """Grammars: which tokens keep a text within a JSON schema.
 
-llguidance (the extra `json`) finds them, from the bytes that each token stands
-for. That takes up to some milliseconds a token, and longer for the first one,
-so threads do it while the device computes: a request whose next tokens are not
-known yet sits out a step, and holds up no other.
+llguidance (the extra `json`) computes a mask of these tokens, from the bytes
+that each token stands for. A mask takes up to some milliseconds, and a
+request's first mask longer, so threads compute masks while the device runs
+steps. Steps leave out a request whose mask is not known yet.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,11 @@ except ImportError:
   llguidance = None
 
 _THREADS = 2
-# A line break and the spaces that indent the next line, or a few spaces. By
-# default any number is allowed, and a small model may write nothing else.
+# The white space that JSON may have between its tokens: at most one line break,
+# then at most 16 spaces. llguidance by default allows any number of both, and a
+# small model may then write white space without end.
 _OPTIONS = {'whitespace_pattern': r'\n? {0,16}'}
-# States of the automaton of a request's texts, of a kilobyte or two each.
+# Most states of a schema's lexer, of a kilobyte or two each.
 _MOST_STATES = 20_000
 
 
@@ -40,7 +41,7 @@ class Grammar:
 
 
 class Constraint:
-  """What a request may write next; only the engine's thread may use it."""
+  """Masks of a request's next tokens; only the engine's thread may use it."""
 
   def __init__(self, grammar: Grammar, words: int, pool):
     self._matcher = grammar.matcher.deep_copy()
@@ -50,25 +51,28 @@ class Constraint:
 
   @property
   def known(self) -> bool:
-    """Whether it is known what may come next, and that has not been taken."""
+    """Whether the next mask is known and has not been taken."""
     return self._next is not None and self._next.done()
 
   @property
   def awaited(self) -> concurrent.futures.Future | None:
-    """What will be known; None while a token is being sampled."""
+    """The future of the next mask; None between `take` and `push`."""
     return self._next
 
   def take(self) -> np.ndarray | None:
     """Returns the mask of the next token, a uint32 word for 32 tokens.
 
-    None if the text is complete. The next mask needs the token that is sampled
-    (`push`).
+    Returns None if the text is complete. Before the next `take`, `push` must
+    get the token that was sampled.
+
+    Raises:
+      UserError: the schema takes too much computing.
     """
     future, self._next = self._next, None
     return future.result()
 
   def push(self, token: int) -> None:
-    """Tells the token that was sampled."""
+    """Starts to compute the mask of the token after one that was sampled."""
     self._next = self._pool.submit(self._mask, token)
 
   def _mask(self, token: int | None = None) -> np.ndarray | None:
@@ -92,7 +96,7 @@ class Grammars:
   """
 
   def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int | None):
-    """Initialises it; `end` is the token that ends what the model writes."""
+    """Initialises it; `end` is the model's end token, None if it has none."""
     require_library()
     self._tokenizer, self._end = tokenizer, end
     self._words = -(-vocab_size // 32)
@@ -102,12 +106,12 @@ class Grammars:
   @functools.cached_property
   def _vocabulary(self):
     end, surfaces = self._end, list(self._tokenizer.surfaces)
-    # llguidance knows special tokens by a byte that UTF-8 does not have.
+    # llguidance marks special tokens by 0xFF, a byte that UTF-8 does not have.
     special = [i for i, text in enumerate(surfaces) if not text or i == end]
     for i in special:
       surfaces[i] = b'\xff<%d>' % i
     if end is None:
-      # It needs an end token: one that no model has.
+      # llguidance needs an end token: add one whose id the model does not have.
       end = max(len(surfaces), 32 * self._words)
       surfaces += [b'\xff<%d>' % i for i in range(len(surfaces), end + 1)]
       special += range(len(self._tokenizer.surfaces), end + 1)
@@ -140,11 +144,11 @@ class _Vocabulary:
   bos_token_id: None = None
 
   def __call__(self, text) -> list[int]:
-    return []  # Only asked where tokens are forced.
+    return []  # Only needed to force tokens, which `_source` turns off.
 
 
 def check(schema: Mapping[str, Any]) -> None:
-  """Raises UserError if a schema cannot be compiled for any vocabulary."""
+  """Raises UserError if a schema is not supported, whatever the vocabulary."""
   require_library()
   message = llguidance.LLMatcher.validate_grammar(
     _source(schema), limits=_limits()
@@ -173,15 +177,16 @@ def _source(schema) -> str:
     text = json.dumps({**schema, 'x-guidance': _OPTIONS})
   except (TypeError, ValueError, RecursionError) as error:
     raise UserError(_refusal(error)) from error
-  # Without forcing, masks allow every way to write what there is no choice
-  # about, and the model takes the tokens that it knows.
+  # Where a schema leaves no choice of text, llguidance would force its own
+  # choice of tokens. Without forcing, masks allow all tokens that spell the
+  # text, and the model chooses those that it was trained with.
   return llguidance.LLMatcher.grammar_from_lark(
     f'%llguidance {{"no_forcing": true}}\nstart: %json {text}'
   )
 
 
 def _refusal(why) -> str:
-  # The first line says it; the next ones show the grammar.
+  # The first line has the reason; the next ones show the grammar.
   why = str(why).partition('\n')[0].rpartition('JSON schema: ')[2]
   return f'this JSON schema is not supported: {why:.300}'
 

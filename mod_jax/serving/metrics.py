@@ -1,4 +1,4 @@
-"""What the server measures of itself, in Prometheus' text format."""
+"""The server's metrics, in Prometheus' text format."""
 
 import collections
 import time
@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from mod_jax.serving.engine import Event, Load
 
-# Seconds over which tokens/s are taken.
+# Seconds over which tokens/s are averaged.
 _WINDOW = 10.0
 
 
@@ -60,7 +60,7 @@ class Metrics:
     self._prompt_tokens.inc(tokens)
 
   def count_events(self, events: list[Event]) -> None:
-    """Counts what a step of the engine has brought."""
+    """Counts the new tokens and the ended requests of an engine's step."""
     new = sum(event.token is not None for event in events)
     self._new_tokens.inc(new)
     now = time.monotonic()
@@ -72,10 +72,10 @@ class Metrics:
         self._choices.labels(event.reason).inc()
 
   def text(self, load: Load | None, *, healthy: bool) -> bytes:
-    """Returns all of it; without a load, the last one is given."""
+    """Returns all metrics; without a load, those of the last load."""
     self._healthy.set(healthy)
     begin = time.monotonic() - _WINDOW
-    # A copy, since the engine's thread adds to it.
+    # Iterate over a copy, since the engine's thread may append meanwhile.
     recent = [new for at, new in tuple(self._recent) if at >= begin]
     self._rate.set(sum(recent) / _WINDOW)
     if load is not None:

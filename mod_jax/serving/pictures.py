@@ -1,7 +1,7 @@
 """Pictures in chats and in requests.
 
-A model that sees is asked as it was trained, in the format of LLaVA 1.5; the
-chat template of its folder is not used.
+Prompts of a `VLM` have the format of its training, that of LLaVA 1.5; the chat
+template in the model's folder is not used.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from mod_jax.data import conversations
 from mod_jax.errors import UserError
 
 MAX_BYTES = 2**22  # Of a picture's file.
-# Likewise in base64, of which four characters stand for three bytes.
+# The same in characters of base64, four for three bytes.
 MAX_ENCODED = -(-MAX_BYTES // 3) * 4
 
 
@@ -22,9 +22,10 @@ def pieces(
 
   Args:
     messages: each with a `role` (`system`, `user` or `assistant`) and a
-      `content`: a text, or a list of parts of the type `text`, or of another
-      type, which has the picture by that name. A message's pictures stand
-      before its text, unless that has placeholders of its own.
+      `content`: a text, or a list of parts. A part has a `type` and, under that
+      name, its content: a text if the type is `text`, otherwise a picture. A
+      user's pictures are placed before the text, unless the text has
+      placeholders for them.
   """
   found, pictures = [], []
   for message in messages:
@@ -73,7 +74,7 @@ def _parts(content) -> Iterator[tuple[str, Any]]:
 
 
 def base64_of(url: str) -> str:
-  """Returns what a `data:` URL of a picture has in base64, not yet decoded."""
+  """Returns the base64 text of a picture's `data:` URL, not decoded."""
   head, comma, data = url.partition(',')
   if not (head.startswith('data:') and head.endswith(';base64') and comma):
     raise UserError(

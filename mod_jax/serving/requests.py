@@ -22,7 +22,7 @@ MAX_BIASES = 1024
 
 
 def _expected(what: str) -> pydantic.WrapValidator:
-  """Replaces the errors of all alternatives of a union by one sentence."""
+  """Returns a validator that replaces all errors of a union by one sentence."""
 
   def check(value, validate):
     try:
@@ -58,9 +58,10 @@ _Stops = Annotated[
 
 
 def _biases(value: dict) -> dict[int, float]:
-  # By hand: pydantic would find an error in each of a million entries.
+  # Checked by hand: pydantic would report an error for each of a million
+  # entries.
   if len(value) <= MAX_BIASES and all(
-    # No integer of more digits than Python prints.
+    # The limits exclude integers of more digits than Python parses and prints.
     token.isdecimal()
     and len(token) < 10
     and type(bias) in (int, float)
@@ -105,7 +106,7 @@ class _StreamOptions(_Fields):
 class _JsonSchema(_Fields):
   name: str
   description: Any = None
-  # Texts conform to the schema, whether this is asked for or not.
+  # Has no effect: texts always conform to the schema.
   strict: bool | None = None
   schema_: Annotated[dict[str, Any], Field(alias='schema')]
 
@@ -147,18 +148,18 @@ class _Request(_Fields):
 
   @property
   def choices(self) -> int:
-    """How many continuations of each prompt are wanted."""
+    """The number of continuations of each prompt."""
     return 1 if self.n is None else self.n
 
   @property
   def schema(self) -> dict[str, Any] | None:
-    """The JSON schema that continuations conform to."""
+    """The JSON schema that continuations conform to; None if there is none."""
     return None
 
   def settings(self) -> list[dict[str, Any]]:
     """Returns keywords of `Engine.submit` for each choice of a prompt.
 
-    Choices differ in their seed, `schema` is left out.
+    Choices differ in their seeds only. The keyword `schema` is not included.
     """
     seed = time.time_ns() % 2**32 if self.seed is None else self.seed
     shared = {
@@ -173,7 +174,7 @@ class _Request(_Fields):
       'num_likeliest': self.num_likeliest,
       'stop': self.stop or (),
     }
-    # The first seed as it is, so that the engine refuses what is none.
+    # Pass the first seed unchanged, so that the engine refuses an invalid one.
     seeds = [seed, *((seed + i) % 2**32 for i in range(1, self.choices))]
     return [{**shared, 'seed': seed} for seed in seeds]
 
@@ -228,7 +229,7 @@ class _Picture(pydantic.BaseModel):
 
 
 def _joined(content):
-  """Returns parts as one text, if there is no picture among them."""
+  """Returns a list of parts as one text, unless a part is a picture."""
   if isinstance(content, list) and all(isinstance(x, _Text) for x in content):
     return ''.join(part.text for part in content)
   return content

@@ -3,7 +3,7 @@
 A thin HTTP front end of the `Engine`: it parses requests, passes them to the
 single thread that runs the engine, and returns the output, whole or as a
 stream. A `TextProcess` tokenises and detokenises, so that a slow tokenizer or
-template blocks neither the event loop nor the engine; it also looks whether a
+template blocks neither the event loop nor the engine; it also checks whether a
 JSON schema can be compiled within the limits. Requests of clients that
 disconnect are cancelled. `scripts/serve.py` starts the server.
 """
@@ -41,7 +41,7 @@ from mod_jax.serving.text_process import TextProcess
 
 LOOPBACK = ('localhost', '127.0.0.1', '[::1]')
 MAX_JSON_BYTES = 2**20  # Largest body of a request, besides its pictures.
-# Threads that wait for the text process, and so its concurrent jobs.
+# Number of threads that call the text process, and so of its concurrent jobs.
 _TEXTS = 4
 # Seconds after which a running step of the engine is reported as stuck.
 _STEP_LIMIT = 60.0
@@ -94,9 +94,10 @@ class Worker:
   def submit(self, asked: list[tuple[list[int], dict]], put) -> list[int]:
     """Submits all (prompt, settings) to the engine, or none of them.
 
-    The engine's thread calls `put` with None once they are accepted, then with
-    (index, event) for each event; or with the exception that ends all of them.
-    It fills the list that is returned with the requests' numbers later.
+    The engine's thread calls `put` with None once all are accepted, then with
+    (index in `asked`, event) for each event; or with the exception that ends
+    all of them. Returns a list, to which that thread adds the requests' numbers
+    later.
     """
     ids: list[int] = []
 
@@ -122,16 +123,16 @@ class Worker:
     self._inbox.put(lambda: [self._engine.cancel(id) for id in ids])
 
   def load(self) -> concurrent.futures.Future[Load]:
-    """Has the engine's thread look how much of the engine is in use."""
+    """Returns a future of the engine's load, set by the engine's thread."""
     future = concurrent.futures.Future()
 
     def job():
-      # Whoever asked may not wait any more.
+      # The caller may have cancelled the future.
       if not future.set_running_or_notify_cancel():
         return
       try:
         future.set_result(self._engine.load())
-      except BaseException as error:  # Also the engine's that has failed.
+      except BaseException as error:  # Such as the error of a failed engine.
         future.set_exception(error)
 
     self._inbox.put(job)
@@ -181,7 +182,7 @@ class _Server:
     self.worker = Worker(engine, self._metrics)
     self._begun = int(time.time())
     self._room = engine.slots + queue
-    self._taken = 0  # Prompts that are not answered yet.
+    self._taken = 0  # Choices of all prompts that are not answered yet.
     self._text = None
     if engine.tokenizer is not None:
       self._text = engine.tokenizer = TextProcess(
@@ -193,8 +194,8 @@ class _Server:
   async def lifespan(self, _):
     self.worker.start()
     yield
-    # The engine first: it would take the end of the tokenizer's process for a
-    # fault of the tokenizer.
+    # Stop the engine first: it would take the end of the text process for a
+    # failure of the tokenizer.
     self.worker.stop()
     if self._text is not None:
       self._text.stop()
@@ -296,7 +297,8 @@ class _Server:
         prompts = asked.prompts
       if asked.schema is not None:
         more['schema'] = await self._compiled(asked.schema)
-      # Without a seed, each prompt has its own, so that equal ones differ.
+      # `settings` is called for each prompt: if the request has no seed, every
+      # prompt gets another one, so equal prompts are continued differently.
       wanted = [
         (prompt, choice | more)
         for prompt in prompts
@@ -322,9 +324,9 @@ class _Server:
 
   @contextlib.contextmanager
   def _place(self, count: int) -> Iterator[None]:
-    """Reserves places among the prompts that may run and wait.
+    """Reserves `count` of the places for prompts that run or wait.
 
-    Refuses them if there are too few places or the engine has failed.
+    Raises _Refused if too few places are free or the engine has failed.
     """
     if self._trouble is not None:
       raise _Refused(self._trouble, 503)
@@ -346,7 +348,7 @@ class _Server:
       self._taken -= count
 
   async def _read_chat(self, asked) -> tuple[list[list[int]], dict[str, Any]]:
-    """Returns a list of one prompt, and what a model that sees gets besides."""
+    """Returns a list of one prompt, and further settings for a `VLM`."""
     most = self.engine.max_length
     messages = [m.model_dump(exclude_unset=True) for m in asked.messages]
     if not isinstance(self._run.config, vlm.VLMConfig):
@@ -374,7 +376,7 @@ class _Server:
     return [tokens], {'images': images, 'kinds': kinds}
 
   async def _picture(self, encoded: str) -> np.ndarray:
-    """Returns a picture as the model takes it."""
+    """Returns a picture as the model's input, [size, size, 3]."""
     preprocess = self._run.preprocess
     fitted = await self._read('fit_picture', encoded, preprocess.fit.keywords)
     pixels = np.frombuffer(base64.b64decode(fitted), np.uint8)
@@ -386,7 +388,7 @@ class _Server:
     return await self._with_text(lambda text: text.call(job, *args))
 
   async def _with_text(self, function: Callable[[TextProcess], Any]) -> Any:
-    """Calls a function of the text process, in a thread."""
+    """Calls a function with the text process, in a thread."""
     if self._text is None:
       raise UserError('this model has no tokenizer: give tokens.')
     try:
@@ -397,7 +399,7 @@ class _Server:
       ) from error
 
   async def _compiled(self, schema) -> Any:
-    """Compiles a JSON schema, once it is known that this takes little."""
+    """Compiles a JSON schema after a check that this is within the limits."""
     await self._read('check_schema', schema)
     return await self._in_thread(self.engine.compile, schema)
 
@@ -406,9 +408,9 @@ class _Server:
     return await loop.run_in_executor(self._readers, function, *args)
 
   async def _submit(self, asked, stack) -> asyncio.Queue:
-    """Submits (prompt, settings), and returns the queue of their events.
+    """Submits all (prompt, settings), and returns the queue of their events.
 
-    Closing the stack cancels those that have not ended.
+    Closing `stack` cancels the requests that have not ended.
     """
     loop, events = asyncio.get_running_loop(), asyncio.Queue()
 
@@ -422,7 +424,7 @@ class _Server:
 
 
 async def _next(events: asyncio.Queue):
-  """Returns (index of the prompt, event) of the next event."""
+  """Returns the next message that `Worker.submit` puts; raises its errors."""
   message = await events.get()
   if isinstance(message, UserError | _Refused):
     raise message
@@ -438,7 +440,7 @@ class _Answer:
   """The answer to a request, from the events of its choices."""
 
   def __init__(self, head, prompts, read, asked, events, tokenizer):
-    # `read` tokens, in all prompts together.
+    # `read` is the number of tokens in all prompts together.
     self._head, self._read, self._asked = head, read, asked
     self._events, self._tokenizer = events, tokenizer
     self._chat = isinstance(asked, requests.Chat)
@@ -446,7 +448,7 @@ class _Answer:
     self._new = 0  # Tokens that were generated.
 
   async def _until_ended(self) -> AsyncIterator[tuple[int, Event]]:
-    """Yields (index of the choice, event) until all have ended."""
+    """Yields (index of the choice, event) until all choices have ended."""
     left = self._count
     while left:
       index, event = await _next(self._events)
@@ -473,14 +475,14 @@ class _Answer:
     def encode_event(**fields):
       return f'data: {json.dumps(fields)}\n\n'
 
-    begun = set()  # Choices of which there has been a piece.
+    begun = set()  # Choices of which a chunk was sent.
     try:
       async for i, event in self._until_ended():
         with_token = self._asked.wants_logprobs and event.token is not None
         if event.text or event.reason is not None or with_token:
           choice = self._choice(i, event.text, event.reason, [event], 'delta')
           if self._chat and i in begun:
-            # Clients join the texts of all pieces, and so would the role's.
+            # Send the role once: clients concatenate the fields of all chunks.
             del choice['delta']['role']
           begun.add(i)
           yield encode_event(**self._head, choices=[choice])
@@ -514,7 +516,7 @@ class _Answer:
     return {**choice, key: {'role': 'assistant', 'content': text}}
 
   def _log_probs(self, events) -> dict[str, Any]:
-    """Returns log-probabilities as completions have them: in columns."""
+    """Returns log-probabilities as /v1/completions has them: by column."""
     likeliest = None
     if self._asked.num_likeliest:
       # OpenAI adds the token itself where it is not among the likeliest.
@@ -529,7 +531,7 @@ class _Answer:
     }
 
   def _log_prob(self, event) -> dict[str, Any]:
-    """Returns the log-probabilities of a token as chats have them."""
+    """Returns log-probabilities at a token as /v1/chat/completions has them."""
 
     def about(token, log_prob):
       data = None
@@ -608,14 +610,15 @@ def _error(error: _Refused) -> dict[str, Any]:
 
 
 class _KeyRequired:
-  """Lets requests through that have the key, and those to /health."""
+  """Passes on requests that have the key or go to /health; refuses others."""
 
   def __init__(self, app: ASGIApp, key: str):
     self._app, self._key = app, self._digest(key.encode())
 
   @staticmethod
   def _digest(key: bytes) -> bytes:
-    # Of one length, so that the time to compare tells nothing about the key.
+    # Digests have one length, so the time to compare two of them does not
+    # depend on the length of the key.
     return hashlib.sha256(key).digest()
 
   async def __call__(self, scope, receive, send):
@@ -647,10 +650,11 @@ def app(
 ) -> ASGIApp:
   """Returns the ASGI application.
 
-  Only the server may use the engine from now on. `name` is the model's in the
-  API, and `queue` the number of prompts that may wait for a slot. `hosts` are
-  allowed values of the Host header, such as `*.example.com`, or `*` for any;
-  the check prevents DNS rebinding. With a `key`, requests must have it.
+  Only the server may use the engine from now on. `name` is the model's name in
+  the API, and `queue` the number of prompts that may wait for a slot. `hosts`
+  are allowed values of the Host header, such as `*.example.com`, or `*` for
+  any; the check prevents DNS rebinding. If there is a `key`, requests must have
+  it as a bearer token.
   """
   server = _Server(engine, run, name, queue)
 

@@ -1,7 +1,7 @@
 """The engine's slots on the device, and the compiled functions on them.
 
 `Program.insert` and `Program.step` are compiled twice: without `Extras`, and
-with them for the steps in which a slot's request asks for any.
+with `Extras` for the time that a request which needs them has a slot.
 """
 
 import dataclasses
@@ -16,11 +16,12 @@ from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm, vlm
 from mod_jax.sampling import generation
 
-# Stands for a token's index in `_key`, for the routing scores of the prompt.
+# The number with which `_key` makes the key of the prompt's routing scores;
+# other numbers are the indices of sampled tokens.
 _ROUTING = 2**31 - 1
-# Log-probabilities of other tokens that a request may ask for.
+# Most likeliest tokens whose log-probabilities a request may ask for.
 MAX_TOP = 20
-_BITS = 32  # Tokens in a word of a mask.
+_BITS = 32  # Tokens per uint32 word of a mask.
 
 
 @flax.struct.dataclass
@@ -43,16 +44,17 @@ class State:
 
 @flax.struct.dataclass
 class Extras:
-  """What changes the logits of each slot before it samples.
+  """Optional changes to each slot's logits before sampling, and `top_B`.
 
-  Requests that ask for none of it have zeros.
+  The slots of requests without extras have zeros.
   """
 
   count_BV: jax.Array  # How often each token was sampled.
   bias_BV: jax.Array
   frequency_B: jax.Array  # Subtracted for each time that a token was sampled.
   presence_B: jax.Array  # Subtracted once if a token was sampled.
-  top_B: jax.Array  # Whether log-probabilities of the likeliest are wanted.
+  # Whether the request wants log-probabilities of the likeliest tokens.
+  top_B: jax.Array
 
   def changed(self, logits_BV, allowed_BW):
     """Returns the logits to sample from; `allowed_BW` is as in `Gate`."""
@@ -72,7 +74,10 @@ class Extras:
     return self.replace(count_BV=count_BV)
 
   def likeliest(self, logits_BV):
-    """Returns (token_BT, log_prob_BT) of the likeliest, if a row wants them."""
+    """Returns (token_BT, log_prob_BT) of the `MAX_TOP` likeliest tokens.
+
+    Both are zeros if no row wants them.
+    """
     count = min(MAX_TOP, logits_BV.shape[1])
 
     def find():
@@ -89,11 +94,11 @@ class Extras:
 
 @flax.struct.dataclass
 class Gate:
-  """What constraints let pass in a step."""
+  """The tokens and rows that constraints allow in a step."""
 
   # Tokens that may be sampled: uint32 words, the first token in the lowest bit.
   allowed_BW: jax.Array
-  held_B: jax.Array  # Rows that wait, since it is not known what they may be.
+  held_B: jax.Array  # Rows that take no part in the step.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +107,8 @@ class Program:
 
   config: lm.LMConfig | vlm.VLMConfig  # With unrolled layers.
   mode: RoutingMode
-  room: int  # Tokens that a slot holds.
-  image_places: int  # As `TokenInfo.image_places`, of each slot.
+  room: int  # Most tokens that a slot's cache holds.
+  image_places: int  # `TokenInfo.image_places` of each slot.
   end_token: int | None
 
   def empty(self, batch, length_B=None):
@@ -115,10 +120,10 @@ class Program:
   def prefill(self, variables, tokens_1P, valid_1P, rows: Rows, pictures):
     """Returns the cache of a prompt, and the logits after it.
 
-    `pictures` are further arguments of a `VLM`.
+    `pictures` are further arguments of a `VLM`; empty for other models.
     """
-    # The request's own length, so that the room in the caches of routed blocks
-    # does not depend on other requests.
+    # Pass the request's own length, so that the number of slots in the caches
+    # of routed blocks does not depend on other requests.
     length_1 = valid_1P.sum(axis=-1) + rows.limit_B
     key = _key(rows.seed_B[0], _ROUTING)
     logits_11V, cache, _ = generation.read(
@@ -133,8 +138,9 @@ class Program:
   def insert(self, state, extras, cache, logits_1V, rows, changes, gate, slot):
     """Samples a request's first token, and puts the request into a slot.
 
-    `rows` and `changes` are the request's row of the state and of the extras.
-    Returns the state, the extras and the outputs, as `step` does.
+    `rows` and `changes` are the request's row of the state and of the extras,
+    `cache` and `logits_1V` the results of `prefill`. Returns the state, the
+    extras and the outputs, as `step` does.
     """
     rows, changes, outputs = self._draw(rows, logits_1V, changes, gate)
     state, extras = jax.tree.map(
@@ -154,8 +160,9 @@ class Program:
   def step(self, variables, state: State, extras, gate, key):
     """Adds a token to every active slot that is not held.
 
-    Returns the state, the extras, and (token_B, log_prob_B, active_B before
-    it), to which extras add (token_BT, log_prob_BT) of the likeliest tokens.
+    Returns the state, the extras, and the outputs (token_B, log_prob_B, whether
+    the row sampled a token). With extras, the outputs also have (token_BT,
+    log_prob_BT) of the likeliest tokens.
     """
     rows = state.rows
     reads_B = rows.active_B if gate is None else rows.active_B & ~gate.held_B
@@ -177,7 +184,8 @@ class Program:
       changed_BV = extras.changed(logits_BV, gate.allowed_BW)
       likeliest = extras.likeliest(logits_BV)
     token_B = generation.draw(changed_BV, key_B, rows.settings)
-    # Under the model's own distribution, whatever the token was sampled from.
+    # Log-probabilities are those of the model's own distribution, before
+    # extras, temperature and filters.
     outputs = (token_B, generation.log_prob(logits_BV, token_B), draws_B)
     if extras is not None:
       extras = extras.counted(token_B, draws_B)
@@ -191,16 +199,16 @@ class Program:
 
 
 def _key(seed, number) -> jax.Array:
-  """Returns the random key of a token, which does not depend on the slot."""
+  """Returns a request's random key for a number, whatever its slot."""
   return jax.random.fold_in(jax.random.key(seed), number)
 
 
 def rows_of(
   batch: int, *, limit=0, seed=0, active=False, settings=(0.0, 0, 1.0, 0.0)
 ) -> Rows:
-  """Returns alike rows that have drawn nothing yet.
+  """Returns `batch` equal rows that have not sampled a token yet.
 
-  `settings` are arguments of `Settings.of`.
+  `settings` are the arguments of `Settings.of` after the batch.
   """
   return Rows(
     token_B=np.zeros(batch, np.int32),
@@ -215,8 +223,9 @@ def rows_of(
 def extras_of(batch: int, vocab_size: int, **row) -> Extras:
   """Returns extras of `batch` rows with the same settings, zero by default.
 
-  `row` may have frequency, presence, bias (a table from tokens to numbers) and
-  top (whether log-probabilities of the likeliest tokens are wanted).
+  `row` may have the keywords frequency, presence, bias (a dict from tokens to
+  numbers) and top (whether the log-probabilities of the likeliest tokens are
+  wanted).
   """
   bias_BV = np.zeros((batch, vocab_size), np.float32)
   for token, value in row.get('bias', {}).items():

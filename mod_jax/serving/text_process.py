@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, in processes of their own.
+"""Runs a model's tokenizer and chat template in processes of their own.
 
 Both come with the model's folder, which may be untrusted, and both are
 programs: a regular expression may backtrack for hours, and a template may loop
@@ -31,9 +31,9 @@ from mod_jax.data import augment, image_folder, tokenizers
 from mod_jax.errors import UserError
 from mod_jax.serving import chat, grammar
 
-# CPU seconds that a job may take, and what it does, in the sentence about its
-# limits. Prompts are limited by the size of a request; `decode_after` gets only
-# a few tokens at a time.
+# CPU seconds that each job may take, and its description in the message that it
+# exceeded its limits. Prompts are limited by the size of a request;
+# `decode_after` gets only a few tokens at a time.
 _JOBS = {
   'encode': (2.0, "the model's tokenizer on this text"),
   'encode_chat': (2.0, "the model's chat template or tokenizer on this chat"),
@@ -42,14 +42,14 @@ _JOBS = {
   'check_schema': (2.0, 'compiling this JSON schema'),
   'decode_after': (0.25, "the model's tokenizer on these tokens"),
 }
-_WALL = 10  # Times as many seconds may pass.
+_WALL = 10  # Limit of elapsed time, as a multiple of the CPU seconds.
 _MEMORY = 2**30  # Bytes that a fork may allocate beyond its initial size.
 _MOST_REPLY = 2**22  # Largest reply, in bytes.
 MAX_PIXELS = 2**25  # Of a picture; decoded, these take 100 MB.
 
 
 class TextProcess:
-  """The server's side: has methods of `_Texts` run in forks.
+  """The server's side: calls methods of `_Texts` in forks of the process.
 
   Threads may share it, except that only one of them may call `decode_after`.
   """
@@ -57,8 +57,9 @@ class TextProcess:
   def __init__(self, kind: str, path: str, *, pretrained: bool):
     """Starts the process, and waits until it has loaded the tokenizer.
 
-    A chat template may lie beside it. If `pretrained`, prompts begin with the
-    special tokens that the tokenizer puts before texts.
+    `kind` and `path` are those of the tokenizer, whose folder may have a chat
+    template. If `pretrained`, prompts begin with the special tokens that the
+    tokenizer puts before texts.
     """
     # A private directory, so that other users cannot connect to the socket.
     self._folder = tempfile.TemporaryDirectory(prefix='mod_jax-')
@@ -73,8 +74,8 @@ class TextProcess:
       env=os.environ
       | {'OPENBLAS_NUM_THREADS': '1', 'TOKENIZERS_PARALLELISM': 'false'}
       | {'RUST_BACKTRACE': '0'},
-      # Its own process group, so that `stop` kills all forks as well, and
-      # Ctrl-C in the terminal does not.
+      # Make a process group of its own, so that `stop` also kills all forks,
+      # and Ctrl-C in the terminal does not reach them.
       start_new_session=True,
     )
     self._kept = None  # The connection of `decode_after`.
@@ -101,8 +102,8 @@ class TextProcess:
   def call(self, name: str, *args) -> Any:
     """Calls a method of `_Texts` in a new fork, and returns its result.
 
-    Raises UserError where it refuses the arguments, fails, or exceeds its CPU
-    time or memory, and OSError where the process has ended.
+    Raises UserError if the method refuses the arguments, fails, or exceeds its
+    CPU time or memory, and OSError if the process has ended.
     """
     with self._connect() as stream:
       return _ask(stream, name, args)
@@ -128,7 +129,7 @@ class TextProcess:
 def _ask(stream, name, args):
   try:
     job = json.dumps([name, args]).encode()
-  except (ValueError, RecursionError) as error:  # An integer of many digits.
+  except (ValueError, RecursionError) as error:  # Such as too many digits.
     raise UserError(f'the request cannot be read: {error}') from error
   reply = b''
   with contextlib.suppress(OSError):  # The fork may be killed meanwhile.
@@ -159,7 +160,7 @@ class _Texts:
     self._kind, self._path = kind, path
 
   def encode(self, texts: list[str], most: int) -> list[list[int]]:
-    """Returns the tokens of each prompt; refuses more than `most`."""
+    """Returns the tokens of each prompt; refuses prompts of more than `most`."""
     return [self._tokens(self._encode, text, most) for text in texts]
 
   def encode_chat(self, messages: list[dict], most: int) -> list[list[int]]:
@@ -168,14 +169,14 @@ class _Texts:
     return [self._tokens(self._tokenizer.encode_chat, text, most)]
 
   def encode_parts(self, texts: list[str], most: int) -> list[list[int]]:
-    """Returns the tokens of parts of a text; refuses more than `most`."""
+    """Returns the tokens of each part of a text; refuses parts above `most`."""
     return [self._tokens(self._tokenizer.encode, text, most) for text in texts]
 
   def fit_picture(self, encoded: str, fit: dict) -> str:
-    """Returns the pixels of a picture as a model's input has them.
+    """Returns the uint8 pixels of a picture after `augment.center_crop`.
 
-    The file and the result are in base64; `fit` are further arguments of
-    `augment.center_crop`.
+    `encoded` is the picture's file, and the result the bytes of its pixels,
+    both in base64; `fit` are further arguments of `center_crop`.
     """
     try:
       file = base64.b64decode(encoded, validate=True)
@@ -188,7 +189,7 @@ class _Texts:
     return base64.b64encode(fitted.tobytes()).decode()
 
   def check_schema(self, schema: dict) -> None:
-    """Refuses a JSON schema that cannot be compiled, or not in time."""
+    """Refuses a JSON schema that cannot be compiled within a job's limits."""
     grammar.check(schema)
 
   def decode_after(self, before, ids) -> str:
@@ -215,8 +216,8 @@ class _Handler(socketserver.StreamRequestHandler):
   """A fork: runs the jobs of one connection until it is closed."""
 
   def handle(self):
-    # The signals of the time limits would do nothing if whoever started the
-    # server had them ignored or blocked, since children inherit that.
+    # Both time limits send a signal. Reset these signals: the server's parent
+    # may have ignored or blocked them, and child processes inherit that.
     for number in (signal.SIGPROF, signal.SIGALRM):
       signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF, signal.SIGALRM])
@@ -228,8 +229,8 @@ class _Handler(socketserver.StreamRequestHandler):
   def _done(self, name, args):
     result = refusal = None
     seconds, what = _JOBS[name]
-    # When the time of computing is up, SIGPROF kills the process; SIGALRM does
-    # if it waits for something, or the machine is too busy.
+    # SIGPROF kills the process when its CPU time is up. SIGALRM kills it when
+    # too much time has passed, as it waits or the machine is too busy.
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, _WALL * seconds)
     try:
@@ -242,7 +243,7 @@ class _Handler(socketserver.StreamRequestHandler):
     signal.setitimer(signal.ITIMER_PROF, 0)
     signal.setitimer(signal.ITIMER_REAL, 0)
     if len(reply) > _MOST_REPLY:
-      sys.exit()  # To the caller, this is the same as too much memory.
+      sys.exit()  # The caller reports this as too much time or memory.
     return reply
 
 

@@ -18,7 +18,7 @@ class TextStream:
     self._before = prompt[-tokenizers.CONTEXT :]  # Decoded already.
     self._held = ''  # May be the beginning of a stop text.
     self.stopped = False  # Whether a stop text was met.
-    self.failed = False  # Whether the tokenizer has; it is not called again.
+    self.failed = False  # Whether the tokenizer failed; it is not used again.
 
   def add(self, token: int) -> str:
     """Returns the text that has become final with this token."""
@@ -32,10 +32,13 @@ class TextStream:
       if text.endswith(tokenizers.REPLACEMENT):
         if count < tokenizers.CONTEXT:
           break  # Wait for the missing bytes of a character.
-        # The first bytes are no character, or this one; the next may begin one.
+        # CONTEXT tokens complete any character that the first one begins, so
+        # the first one's text is final, also if it is U+FFFD. Release it with
+        # all further tokens that add no text.
         text = self._decoded(1)
         count = max(n for n in range(1, count) if self._decoded(n) == text)
-      # A special token has no text, so that alone it would begin a new one.
+      # A special token has no text. Keep the context before it, or the next
+      # token would be decoded as the first of a text.
       kept = [] if text else self._before
       self._before = [*kept, *self._tokens[:count]][-tokenizers.CONTEXT :]
       del self._tokens[:count]
