@@ -1,6 +1,6 @@
-"""Training steps compiled for slices of TPUs that need not be there.
+"""Compiles training steps for TPUs and GPUs that need not be present.
 
 * `prove`: compiles runs, and reports memory, FLOPs and communication.
 * `hlo`: the FLOPs and the communication of a compiled program.
-* `slices`: the slices that there are, and what their chips can do.
+* `slices`: the available slices, and the specifications of their chips.
 """

@@ -29,7 +29,7 @@ _KERNELS = (
   *('tpu_custom_call', 'triton_kernel_call_ffi', 'mosaic_gpu'),
   '__cudnn$fmha',
 )
-# Opcodes whose result is their first operand.
+# Opcodes whose result has the values of their first operand.
 _COPIES = ('bitcast', 'convert', 'copy', 'copy-start', 'copy-done')
 # Opcodes for which a GPU launches nothing.
 _NOTHING = (
@@ -49,8 +49,8 @@ class Collective:
 
   Attributes:
     kind: such as `all-gather`. An all-reduce of which each device keeps only
-      its part, which TPUs run as one operation, is a `reduce-scatter`.
-    payload: bytes of the whole array: what each device has after a gather, or
+      its part, which TPUs run as one operation, counts as `reduce-scatter`.
+    payload: bytes of the whole array, as each device has it after a gather or
       before a reduction.
     group: numbers of the devices of the first group; all groups are alike.
     source: JAX's name of the operation; may be empty.
@@ -94,7 +94,7 @@ class Kernel:
   name: str
   operands: tuple[tuple[str, tuple[int, ...]], ...]  # Dtypes and shapes.
   count: int = 1  # Number of executions in a run of the program.
-  causal: bool = False  # Whether it is told to mask pairs; only cuDNN is.
+  causal: bool = False  # Whether an attribute sets a causal mask; cuDNN only.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +122,10 @@ class Cost:
       else:
         counts = second if repeated else first
         counts[part.shapes, part.flops] += part.count
-    # A borrowed name is no proof: operations fused with recomputed ones may be
-    # products of gradients. They only count as recomputed if a product of the
-    # forward pass has the same shapes.
+    # A name of another operation in the same fusion is no proof: that operation
+    # may be recomputed, and the product one of a gradient. Such products count
+    # as recomputed only as often as others that lost their names, but are not
+    # fused with recomputed operations, have the same shapes.
     both = first & second
     return total + sum(both[shapes, flops] * flops for shapes, flops in both)
 
@@ -138,16 +139,16 @@ def cost(text: str) -> Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-  """Programs that a GPU starts one after another for an operation.
+  """An operation that a GPU launches, or a decision that its host waits for.
 
   Attributes:
     name: of the operation.
     opcode: `fusion`, `custom-call` and so on.
-    bytes: of memory that an execution reads and writes, each array once; of
-      arrays of which only slices are read or replaced, those of the slices.
+    bytes: memory that an execution reads and writes, each array counted once.
+      If only slices of an array are read or replaced, the slices are counted.
     flops: of the products of an execution, without those in custom kernels.
-    count: executions in a run of the program; 1 in a loop whose trip count is
-      unknown.
+    count: executions in a run of the program. The body of a loop with an
+      unknown trip count is executed once.
   """
 
   name: str
@@ -160,9 +161,9 @@ class Launch:
 def launches(text: str) -> list[Launch]:
   """Returns what a GPU's program launches, and what its host waits for.
 
-  A loop whose trip count is unknown is listed besides as a `while`, and a
-  branch as a `conditional`, without bytes: the host waits to decide. Of a
-  branch's ways, that with the most launches counts.
+  A loop with an unknown trip count adds a `while`, and a branch a
+  `conditional`, both without bytes: there the host waits for the decision. A
+  branch is assumed to go the way that launches most.
   """
   return list(_Program(text).launches())
 
@@ -219,7 +220,7 @@ class _Instruction:
 
 
 class _Computation(dict):
-  """Instructions by name; the computation returns that of `root`."""
+  """Instructions by name; `root` is the one that the computation returns."""
 
   root: _Instruction
 
@@ -227,7 +228,7 @@ class _Computation(dict):
     return [self[name] for name in instruction.operands]
 
   def uses(self, instruction: _Instruction) -> list[_Instruction]:
-    """Returns the users of a value, and in place of copies theirs."""
+    """Returns the users of a value; instead of a copy, the copy's users."""
     found = []
     for user in self.values():
       if instruction.name in user.operands:
@@ -239,13 +240,14 @@ class _Computation(dict):
     return self.operands(root) if root.opcode == 'tuple' else [root]
 
   def source(self, instruction: _Instruction) -> _Instruction:
-    """Returns what a value is a copy of."""
+    """Returns the instruction whose value an instruction copies, or itself."""
     while instruction.opcode in _COPIES:
       (instruction,) = self.operands(instruction)
     return instruction
 
 
-_Part = Product | Collective | Kernel | str  # A text names an endless loop.
+# A str is the name of a loop with an unknown trip count.
+_Part = Product | Collective | Kernel | str
 
 
 class _Program:
@@ -269,7 +271,7 @@ class _Program:
   def parts(self, name: str | None = None, count: int = 1) -> Iterator[_Part]:
     """Yields the parts of a computation that is executed `count` times.
 
-    By default it is the whole program.
+    `name` is the computation's name; None for the whole program.
     """
     computation = self._computations[name or self._entry]
     for instruction in computation.values():
@@ -323,9 +325,9 @@ class _Program:
         )
 
   def _by_cudnn(self, computation, instruction, called: str, count: int):
-    """Returns a convolution or one of its gradients, of forward's FLOPs."""
+    """Returns a convolution, or one of its gradients, which cost the same."""
     first, second, *_ = (x.shape for x in computation.operands(instruction))
-    result = instruction.arrays[0][1]  # Then comes a buffer to work in.
+    result = instruction.arrays[0][1]  # The second result is a workspace.
     lhs, rhs, out = {
       '__cudnn$convBackwardInput': (result, second, first),
       '__cudnn$convBackwardFilter': (first, result, second),
@@ -335,7 +337,7 @@ class _Program:
     return Product(shapes, flops, source, own=bool(source), count=count)
 
   def launches(self, name: str | None = None, count: int = 1):
-    """Yields the launches of a computation, as `parts`."""
+    """Yields the launches of a computation; arguments as of `parts`."""
     computation = self._computations[name or self._entry]
     for instruction in computation.values():
       opcode = instruction.opcode
@@ -389,7 +391,7 @@ class _Program:
     return total
 
   def _fused(self, instruction, count):
-    """Yields the parts of a fusion, with names for those that lack them."""
+    """Yields the parts of a fusion; nameless ones get another one's name."""
     (called,) = instruction.computations('calls')
     scatters = called.startswith('all-reduce-scatter')
     for part in self.parts(called, count):
@@ -403,7 +405,7 @@ class _Program:
       yield part
 
   def _source(self, name: str) -> str:
-    """Returns a name from within a fusion, preferably of a recomputation."""
+    """Returns a `source` from within a fusion, preferably a recomputed one."""
     names = ['']
     for instruction in self._computations[name].values():
       names.append(instruction.source)
@@ -424,8 +426,9 @@ class _Program:
     )
     if match:
       return int(match[1])
-    # Otherwise it must be a counting loop, which compares an integer of its
-    # state with a limit: look at the first two iterations.
+    # Without that annotation, only the count of one kind of loop is found: its
+    # condition compares an integer of its state with a limit. The values in the
+    # first two iterations give the start, the limit and the step.
     condition, body = self._computations[condition], self._computations[body]
     test, after = condition.root, body.root
     (state,) = computation.operands(instruction)
@@ -454,7 +457,7 @@ def _ways(instruction: _Instruction) -> list[str]:
 
 
 def _computations(text: str) -> Iterator[tuple[bool, str, list[str]]]:
-  """Yields (is it the entry, name, instructions) of each computation."""
+  """Yields (whether it is the entry, name, lines) of each computation."""
   header, lines = None, []
   for line in text.splitlines():
     if header is None:
@@ -487,7 +490,7 @@ def _instruction(line: str) -> tuple[bool, _Instruction]:
 
 
 def _closing(line: str, opening: int) -> int:
-  """Returns the index after the parenthesis that closes that at `opening`."""
+  """Returns the index after the parenthesis that matches `line[opening]`."""
   depth = 0
   for i in range(opening, len(line)):
     depth += (line[i] == '(') - (line[i] == ')')
@@ -515,7 +518,7 @@ def _convolution(instruction, lhs, rhs, out) -> int:
   """Returns the FLOPs of a convolution.
 
   The TPU compiler turns matrix products into convolutions, with the head axis
-  as a window that is mostly padding; so products with padding do not count.
+  as a window that is mostly padding. So products with padding are not counted.
   """
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   of_lhs, of_rhs, of_out = labels.groups()
@@ -572,7 +575,7 @@ def _mesh_group(mesh: str, text: str) -> tuple[int, ...]:
   indices = [np.zeros(1, int) for _ in axes]
   for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", text):
     places = np.arange(axes[name])
-    if before:  # The axis split into (before, size, rest).
+    if before:  # A part: the axis is split into (before, size, rest).
       places = places.reshape(int(before), int(size), -1)[0, :, 0]
     i = names.index(name)
     indices[i] = (indices[i][:, None] + places).ravel()
@@ -582,8 +585,8 @@ def _mesh_group(mesh: str, text: str) -> tuple[int, ...]:
 def _integer(computation, name: str, state=()) -> int | None:
   """Returns the value of an instruction, given the loop's state.
 
-  It is None for what is no scalar integer, or not made of constants and of the
-  state by additions.
+  Returns None unless the value is a scalar integer that is computed from
+  constants and the state by additions and subtractions.
   """
   instruction = computation[name]
   if not re.match(r'\(?[su]\d+\[\]', instruction.type):

@@ -35,17 +35,17 @@ from mod_jax.train.step import jit_step
 import mod_jax_kernels
 from mod_jax_kernels.attention import choice
 
-# Matches the compiler's out-of-memory errors, which say how much was needed: in
-# all, or besides the state.
+# Matches the compiler's out-of-memory errors, which give the bytes needed: in
+# all ("Used"), or besides the state ("temporaries").
 _TOO_LARGE = re.compile(r'(Used |temporaries \()([\d.]+)([KMG])')
 _GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proof:
-  """The work of one chip in a training step, and how long that takes.
+  """The work of one chip in a training step, and its predicted time.
 
-  If the step does not fit, the fields with defaults keep them.
+  If the step does not fit, the fields that have a default value keep it.
   """
 
   topology: str  # Name of the slice.
@@ -56,8 +56,8 @@ class Proof:
   expert: int
   tensor: int
   parameters: int  # Of the model.
-  # Bytes that the step needs on each chip; a lower bound, that of the state
-  # alone, if the step was not compiled or the compiler did not say.
+  # Bytes that the step needs on each chip. If the step was not compiled, or the
+  # compiler's error does not give the bytes, those of the state alone.
   memory: int
   available: int  # Bytes of the chip's memory.
   fits: bool  # Whether the step compiled within that memory.
@@ -69,19 +69,21 @@ class Proof:
   # The chip's other FLOPs: rematerialisation, and recomputation and masked
   # pairs in the attention kernel.
   again: float = 0.0
-  # Executions in a step and bytes sent, by kind of collective.
+  # (Executions in a step, bytes that a chip sends), by kind of collective.
   collectives: dict[str, tuple[int, float]] = dataclasses.field(
     default_factory=dict
   )
   sent: float = 0.0  # Bytes that a chip sends in a step, in total.
-  compute_seconds: float = 0.0  # Of all products at the chip's peak rate.
-  # Of all communication, one operation after another, each at the full rate of
-  # its links.
+  compute_seconds: float = 0.0  # Time of all products at the chip's peak rate.
+  # Time of all communication, one operation after another, each at the full
+  # rate of its links.
   network_seconds: float = 0.0
-  # On a GPU, of all that it launches, one after another, each at the peak rate
-  # of its memory or of products, whichever takes longer.
+  # Time of everything that is launched on a GPU in a step, one after another,
+  # each at the peak rate of the GPU's memory or of its products, whichever
+  # takes longer; 0 on other chips.
   launch_seconds: float = 0.0
-  # Kernels and loops that the other figures leave out.
+  # Kernels that the other fields leave out, and loops with an unknown trip
+  # count, whose body they count once.
   uncounted: tuple[str, ...] = ()
 
   @property
@@ -96,7 +98,7 @@ class Proof:
 
   @property
   def bound(self) -> str:
-    """What limits the step: 'compute', 'network', or 'memory' if too large."""
+    """What limits the step: 'compute', 'network', or 'memory' if too little."""
     if not self.fits:
       return 'memory'
     network = self.network_seconds == self.step_seconds
@@ -113,7 +115,10 @@ class Proof:
 
 
 def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
-  """Checks a run's mesh on a slice, and sizes its state, without compiling."""
+  """Checks that a slice suits a run's mesh and batches, without compiling.
+
+  Returns a proof that has the memory of the state alone, and `fits` False.
+  """
   task = make_task(config)
   adapted = isinstance(task, Adaptive) and task.objective.phase == 'end_to_end'
   if type(task) is not Plain and not adapted:
@@ -150,8 +155,8 @@ def prove(
 ) -> Proof:
   """Compiles a run's training step for a slice, and analyses the program.
 
-  The run's mesh must suit the slice. Earlier proofs are in the directory
-  `cache`.
+  The run's mesh must suit the slice. If there is a directory `cache`, the proof
+  is read from it, or else written to it.
   """
   path = None
   if cache is not None:
@@ -173,8 +178,8 @@ def smallest(
   """Returns the proof for the smallest slice that a run fits on.
 
   The slices are in ascending order, and the run's mesh is adapted to each by
-  `fitted`. If it fits on none, the proof is that for the largest slice that the
-  mesh can be adapted to.
+  `fitted`. If the run fits on no slice, the proof is for the largest slice that
+  the mesh can be adapted to.
   """
   proof, refusal = None, None
   for topology in topologies:
@@ -221,11 +226,11 @@ def run(
 
   `WORKDIR/prove.csv`, with a line per run and slice, is rewritten after each.
   Proofs are cached in `WORKDIR/prove`, so an interrupted call can be repeated,
-  and runs that differ only in their seeds are compiled once. Of a run's phases
-  the last counts. Meshes are adapted by `fitted`, and a kind of chip alone
-  stands for the smallest slice that a run fits on. Runs that do not divide over
-  a slice are refused before anything is compiled, and those that do not fit at
-  the end.
+  and runs that differ only in their seeds are compiled once. Only the last of a
+  run's phases is compiled. Meshes are adapted by `fitted`, and a topology that
+  is only a kind of chip means the smallest slice that a run fits on. Raises
+  UserError before anything is compiled if a run cannot be divided over a slice,
+  and at the end if runs do not fit.
   """
   runs = [(name, phases.last(config)) for name, config in runs]
   pairs = list(itertools.product(map(slices.parse, topologies), runs))
@@ -255,7 +260,7 @@ def run(
 
 
 def _row(config, candidates, cache) -> dict:
-  """Returns the proof of a run beside that of its dense twin, by column."""
+  """Returns the proof of a run and figures of its dense twin's, by column."""
   proof = smallest(config, candidates, cache)
   derived = ('step_seconds', 'bound', 'bytes_per_flop', 'products_ratio')
   row = dataclasses.asdict(proof) | {
@@ -377,11 +382,11 @@ def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
   """Returns the cache key: a hash of all that the program depends on."""
   irrelevant = [
     *('name', 'seed', 'init', 'evaluation', 'checkpoint', 'log'),
-    # Only constants in the program; they do not change its cost.
+    # These are only constants in the program and do not change its cost.
     *('optimizer.warmup_steps', 'optimizer.learning_rate'),
   ]
   if not config.train.capacity_warmup_steps:
-    # Otherwise `_static_args` compares it with the length of the warm-up.
+    # With a warm-up, `_static_args` depends on the number of steps.
     irrelevant.append('train.num_steps')
   fields = json.loads(config_lib.to_json(config))
   for path in irrelevant:
@@ -406,7 +411,9 @@ def _code() -> str:
 def _compiled(proof: Proof, config, topology) -> Proof:
   """Compiles the step, and completes the proof."""
   devices = topology.devices()
-  for quick in (True, False):  # What is too large quickly may fit all the same.
+  # A step that is too large if compiled quickly may fit if compiled as in a
+  # run.
+  for quick in (True, False):
     try:
       with slices.compiler(quick=quick):
         compiled = lower(config, devices).compile()
@@ -423,7 +430,7 @@ def _compiled(proof: Proof, config, topology) -> Proof:
       + memory.temp_size_in_bytes
       + memory.generated_code_size_in_bytes
     )
-    if needed <= proof.available:  # For a GPU it compiles all the same.
+    if needed <= proof.available:  # For GPUs, larger steps compile as well.
       break
   if compiled is None:
     return dataclasses.replace(proof, memory=needed)
@@ -462,7 +469,10 @@ def _compiled(proof: Proof, config, topology) -> Proof:
 
 
 def _needed(refusal: str, state: int) -> int:
-  """Returns the bytes that a program needs, as the compiler refuses it."""
+  """Returns the bytes that a program needs, by the compiler's error message.
+
+  `state` are the bytes of the state, the result if the message has no number.
+  """
   match = _TOO_LARGE.search(refusal)
   if match is None:
     return state
@@ -471,9 +481,9 @@ def _needed(refusal: str, state: int) -> int:
   return used if what == 'Used ' else used + state
 
 
-# The kernels of splash attention and of cuDNN: the number of matrix products
-# that a model's FLOPs count, and the number that the kernel computes. Backward
-# kernels recompute the attention weights, and `dkv` their gradient as well.
+# For each kernel of splash attention and of cuDNN: the number of its matrix
+# products that `model_flops` counts, and the number that it computes. Backward
+# kernels recompute the attention weights, and `dkv` also their gradient.
 _ATTENTION = {
   'splash_mha_fwd': (2, 2),
   'splash_mha_dq': (2, 3),
@@ -481,7 +491,8 @@ _ATTENTION = {
   'dot_product_attention_fwd': (2, 2),
   'dot_product_attention_bwd': (4, 5),
 }
-# A rematerialised forward pass runs the same kernel again.
+# The backward kernel of each forward kernel. A forward kernel that runs more
+# often than its backward kernel does so for rematerialisation.
 _BACKWARD = {
   'splash_mha_fwd': 'splash_mha_dq',
   'dot_product_attention_fwd': 'dot_product_attention_bwd',
@@ -493,8 +504,9 @@ def kernel_flops(
 ) -> tuple[int, int, tuple[str, ...]]:
   """Computes the FLOPs of attention kernels by formula.
 
-  Returns those that a model's count includes (causal pairs only, each product
-  once), those beyond them, and the names of kernels that are not attention.
+  Returns the FLOPs that `model_flops` includes (causal pairs only, each product
+  once), all other FLOPs of these kernels, and the names of the kernels that are
+  not attention.
   """
   counts, others = collections.Counter(), {}
   for kernel in kernels:
@@ -516,15 +528,17 @@ def kernel_flops(
 
 def _product_flops(kernel: hlo.Kernel) -> tuple[int, int]:
   """Returns the FLOPs of one product of attention: needed, and computed."""
-  # int8 operands are block masks of a causal mask; then come q, k and others.
+  # int8 operands are block masks of a causal mask. The first two floating-point
+  # operands are q and k.
   masks = [shape for dtype, shape in kernel.operands if dtype == 's8']
   arrays = [s for dtype, s in kernel.operands if dtype in ('bf16', 'f32')]
   (*batch, queries, channels), (*_, keys, _), *_ = arrays
-  if kernel.name.startswith('dot_product_attention'):  # Heads come behind.
+  # cuDNN's q and k are [batch, length, heads, channels].
+  if kernel.name.startswith('dot_product_attention'):
     *batch, queries, heads, channels = arrays[0]
     batch, keys = (*batch, heads), arrays[1][1]
   needed = computed = queries * keys
-  if kernel.causal:  # Of the masked pairs, cuDNN computes few.
+  if kernel.causal:  # cuDNN computes few masked pairs; count none.
     needed = computed = queries * (queries + 1) // 2
   if masks:
     _, rows, columns = masks[0]

@@ -1,8 +1,8 @@
 """TPUs and GPUs to compile for, which need not be present.
 
-A slice of TPUs is named as in Google Cloud, `v5e:4x4` or `v5p:4x4x4`, and takes
-libtpu. The GPUs of a host are named by their number, `h100:8`, and take JAX's
-plugin for NVIDIA GPUs.
+A slice of TPUs is named as in Google Cloud, `v5e:4x4` or `v5p:4x4x4`; compiling
+for it needs libtpu. The GPUs of a host are named by their number, `h100:8`, and
+need JAX's plugin for NVIDIA GPUs.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Chip:
 
   memory: int  # Bytes that a program can have.
   link: float  # Bytes/s from a chip to a neighbour, in each direction.
-  slices: tuple[str, ...]  # Those on offer, from the smallest to the largest.
+  slices: tuple[str, ...]  # Available sizes, from the smallest to the largest.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,18 +33,18 @@ class Tpu(Chip):
   """A kind of TPU, whose chips are the points of a grid."""
 
   platform = 'tpu'
-  compilers = ('libtpu',)  # Packages of which one is needed.
-  package = 'libtpu'  # Installs one.
+  compilers = ('libtpu',)  # Python packages; one of them is needed.
+  package = 'libtpu'  # What to install to have one of `compilers`.
 
-  # An axis of the slice whose size is a multiple of this is a ring, and any
-  # other one a line.
+  # An axis of the slice is a ring if its size is a multiple of this, and
+  # otherwise a line.
   ring: int
   # Further options with which libtpu shows one device per chip.
   options: tuple[tuple[str, str], ...] = ()
 
   def topology(self, found: 'Slice') -> dict[str, object]:
-    """Returns what JAX is told to describe a slice."""
-    # Set here and not globally: they only matter to libtpu.
+    """Returns the arguments of `get_topology_desc` that describe a slice."""
+    # Set here and not globally: only libtpu reads these variables.
     os.environ['TPU_SKIP_MDS_QUERY'] = '1'
     os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
     options = dict(self.options)
@@ -66,7 +66,7 @@ class Gpu(Chip):
   capacity: int  # Bytes of the memory.
 
   def topology(self, found: 'Slice') -> dict[str, object]:
-    """Returns what JAX is told to describe the GPUs of a host."""
+    """Returns the arguments of `get_topology_desc` that describe the GPUs."""
     return {
       'topology': f'1x1x{found.num_chips}',
       'target_config': _HOPPER.format(
@@ -77,9 +77,9 @@ class Gpu(Chip):
     }
 
 
-# What XLA asks a GPU of this generation: NVIDIA's H100 data sheet, and the
-# technical specifications of compute capability 9.0 in the CUDA C++ programming
-# guide.
+# What XLA would otherwise query from a GPU of this generation. Sources:
+# NVIDIA's H100 data sheet, and the technical specifications of compute
+# capability 9.0 in the CUDA C++ programming guide.
 _HOPPER = """
   platform_name: "CUDA"
   device_description_str: "{name}"
@@ -114,8 +114,8 @@ _HOPPER = """
 def _hopper(name: str, capacity: int, bandwidth: int) -> Gpu:
   """Returns a GPU with NVLink's 450 GB/s through switches, up to 8 in a host.
 
-  Of its memory a program has 75%, as long as JAX's setting
-  XLA_PYTHON_CLIENT_MEM_FRACTION is not changed.
+  A program can have 75% of the GPU's memory, unless JAX's setting
+  XLA_PYTHON_CLIENT_MEM_FRACTION is changed.
   """
   return Gpu(
     name=name,
@@ -152,7 +152,7 @@ CHIPS = {
     slices=('2x2x1', '2x2x2', '2x4x4', *_CUBES, '16x16x24'),
   ),
   'v6e': Tpu(memory=32 * 2**30, link=100e9, ring=16, slices=_PLANES),
-  # Memory as the driver tells it; bandwidths are from NVIDIA's data sheets.
+  # Memory as the driver reports it; bandwidths are from NVIDIA's data sheets.
   'h100': _hopper('NVIDIA H100 80GB HBM3', 84_929_347_584, 3_350_000_000_000),
   'h200': _hopper('NVIDIA H200', 150_013_214_720, 4_800_000_000_000),
 }
@@ -188,7 +188,7 @@ class Slice:
     )
 
   def devices(self) -> list[jax.Device]:
-    """Returns the chips as devices to compile for."""
+    """Returns the slice's chips as JAX devices that can be compiled for."""
     self.compiler()
     from jax.experimental import topologies
 
@@ -209,9 +209,9 @@ class Slice:
     """Returns the bytes/s that each chip of a group sends around their ring.
 
     TPUs use the links along the axes of the grid that the group spans: both
-    directions of an axis that is a ring and that it spans completely, one
-    direction of the others. Contention with other groups is ignored. GPUs are
-    joined by switches.
+    directions of an axis that is a ring and that the group spans completely,
+    one direction of other axes. Contention with other groups is ignored. GPUs
+    are connected by switches, so each has the full rate of its link.
     """
     if isinstance(self.chip, Gpu):
       return self.chip.link
@@ -226,7 +226,7 @@ class Slice:
 
 
 def parse(topology: str) -> list[Slice]:
-  """Returns the slice such as `v5e:4x4`, or all of `v5e` from the smallest."""
+  """Returns the slice `v5e:4x4` alone, or for `v5e` all, the smallest first."""
   match = re.fullmatch(r'(\w+)(?::(\d+(?:x\d+)*))?', topology)
   if not match or match[1] not in CHIPS:
     raise _unknown(topology)
@@ -258,11 +258,11 @@ def _unknown(topology: str) -> UserError:
 
 @contextlib.contextmanager
 def compiler(*, quick: bool):
-  """Compiles for devices that are not present, quickly or as a run would.
+  """A context to compile for absent devices, quickly or as a run would.
 
-  The quick way lowers libtpu's optimisation level, to a third of the compile
-  time or less. The program does the same work, but weights may be gathered
-  long before they are used, so that more of them are held at once. The
+  The quick way lowers libtpu's optimisation level, which takes a third of the
+  compile time or less. The program does the same work, but may gather weights
+  long before they are used, so that more of them are in memory at once. The
   persistent compilation cache is off, since it cannot load programs for absent
   devices.
   """

@@ -1,1 +1,4 @@
-"""The console commands `mod-jax-train`, `mod-jax-eval` and `mod-jax-serve`."""
+"""The console commands `mod-jax-train`, `mod-jax-eval` and `mod-jax-serve`.
+
+They are the modules `train`, `eval` and `serve`.
+"""

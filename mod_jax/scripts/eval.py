@@ -148,7 +148,7 @@ def _sample(task, trained):
 
 
 def _predict(run) -> list[str]:
-  """Prints what is in pictures or recordings; returns unreadable ones."""
+  """Prints predictions for the files of --predict; returns unreadable files."""
   path = flags.FLAGS.predictions
   if path is not None and not path.endswith(('.csv', '.json')):
     raise UserError(f'--predictions={path}: expected a .csv or .json file.')
@@ -192,7 +192,7 @@ def _files(patterns: str) -> list[str]:
 
 
 def _contents(run, files):
-  """Yields a row for each file, and the text or the objects in it."""
+  """Yields for each file its row, and the text or objects in it as a str."""
   for file in files:
     try:
       (content,) = run.predict(file)
@@ -207,7 +207,7 @@ def _contents(run, files):
 
 
 def _classes(run, files):
-  """Yields a row for each picture, with its probabilities, and as text."""
+  """Yields for each picture its row, with probabilities, and these as a str."""
   for chunk in itertools.batched(files, _BATCH):
     images, rows = [], [{'file': file} for file in chunk]
     for row in rows:
@@ -277,7 +277,7 @@ def main(_) -> None:
       )
       print(f'exported: {args.export}')
   in_training = args.evaluate or args.study or args.sample
-  # With nothing to do, the run is at least looked at.
+  # Without anything to do, `_evaluate` still checks that the run can be loaded.
   if in_training or not (args.predict or args.export):
     _evaluate(args, step)
   if unreadable:
@@ -292,7 +292,7 @@ def main(_) -> None:
 def _evaluate(args, step):
   trained = tasks.load(args.workdir, step=step)
   evaluation.find_studies(trained.task, args.study)
-  if args.sample:  # Before the slow evaluation, since bad flags are refused.
+  if args.sample:  # First, to refuse bad flags before the slow evaluation.
     _sample(trained.task, trained)
   if args.evaluate:
     evaluation.evaluate(trained, args.workdir, batches=args.batches)

@@ -20,7 +20,7 @@ from mod_jax.pretrained import load as load_lib
 from mod_jax.serving.engine import Engine
 
 _KEY = 'MOD_JAX_API_KEY'
-# Where compiled programs are kept, so that the next start finds them.
+# Directory of JAX's compilation cache, for faster starts.
 _PROGRAMS = '~/.cache/mod_jax/programs'
 
 
@@ -102,7 +102,7 @@ def main(_) -> None:
     name=os.path.basename(os.path.normpath(args.model)),
     queue=args.queue,
     hosts=hosts,
-    # An empty key would let everybody in.
+    # An empty key counts as none.
     key=args.api_key or os.environ.get(_KEY) or None,
   )
   # `server.app` has moved the tokenizer into a process of its own.
@@ -116,7 +116,7 @@ def main(_) -> None:
 
 
 def _keep_programs() -> None:
-  """Keeps compiled programs in the user's cache, unless told where."""
+  """Sets JAX's compilation cache to `_PROGRAMS`, unless one is configured."""
   if jax.config.jax_compilation_cache_dir is not None:
     return
   folder = paths.expand(_PROGRAMS)

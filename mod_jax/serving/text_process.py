@@ -160,7 +160,7 @@ class _Texts:
     self._kind, self._path = kind, path
 
   def encode(self, texts: list[str], most: int) -> list[list[int]]:
-    """Returns the tokens of each prompt; refuses prompts of more than `most`."""
+    """Returns the tokens of each prompt; refuses prompts above `most`."""
     return [self._tokens(self._encode, text, most) for text in texts]
 
   def encode_chat(self, messages: list[dict], most: int) -> list[list[int]]:

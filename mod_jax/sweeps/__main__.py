@@ -15,8 +15,8 @@ import sys
 from mod_jax import cli
 from mod_jax import config as config_lib
 
-# Each has functions `define_flags` and `main`, and is imported when it is used,
-# since each has its own dependencies.
+# Modules with functions `define_flags` and `main`. Only the chosen one is
+# imported, since each has its own dependencies.
 _COMMANDS = {
   name: f'mod_jax.sweeps.{name}' for name in ('plan', 'run', 'fit', 'compare')
 } | {'prove': 'mod_jax.prove.prove'}

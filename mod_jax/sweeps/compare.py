@@ -36,7 +36,8 @@ class Run:
   step: int  # The last step in `records`.
   flops_S: np.ndarray  # Training FLOPs up to each step, 0 for step 0.
   seconds_per_step: float | None  # Mean time of a step; None if unknown.
-  # What the losses are of: the kind of data, and the tokenizer, if any.
+  # Losses are comparable only between runs where these are equal: the kind of
+  # data, and the tokenizer's fingerprint (None without a tokenizer).
   measured: tuple[str, str | None]
 
   def last(self, kind: str) -> float | None:
@@ -63,7 +64,7 @@ def read(workdir, name: str | None = None) -> Run:
     )
   task = make_task(config, workdir)
   step = max(line['step'] for line in records)
-  # Steps of a capacity warm-up cost more than those after it.
+  # Count each step by itself: during a capacity warm-up, steps cost more.
   per_step = functools.cache(task.flops_per_step)
   spent = [per_step(task.static_args(i)) for i in range(step)]
   return Run(
@@ -78,7 +79,7 @@ def read(workdir, name: str | None = None) -> Run:
 
 
 def _tokenizer(modality) -> str | None:
-  """Returns what tells tokenizers apart; None without one, or if it is gone."""
+  """Returns the tokenizer's fingerprint; None if none exists or can be read."""
   with contextlib.suppress(UserError):
     tokenizer = getattr(modality, 'tokenizer', None)
     return tokenizer and tokenizer.fingerprint
@@ -160,7 +161,7 @@ class Comparison:
 
 
 def names(workdirs: Sequence[str]) -> list[str]:
-  """Returns names for runs: the fewest last path parts that are unique."""
+  """Returns unique names for runs: as few last parts of paths as possible."""
   paths = [pathlib.PurePath(str(workdir)).parts for workdir in workdirs]
   for count in range(1, max(map(len, paths)) + 1):
     short = ['/'.join(parts[-count:]) for parts in paths]

@@ -50,7 +50,7 @@ class Curve:
     ]
 
   def forward_at(self, log_params):
-    """Interpolates the FLOPs of a forward pass at a logarithm of parameters."""
+    """Interpolates a forward pass's FLOPs at the log of a parameter count."""
     x_I = np.log(self.params_I)
     power = min(2, len(np.unique(x_I)) - 1)
     line = np.polyfit(x_I, np.log(self.forward_I), power)
@@ -59,7 +59,7 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
-  """A curve and its minima; a string says why there is no minimum."""
+  """A curve and its minimum by each method; a str tells why there is none."""
 
   curve: Curve
   parabola: optimum.Minimum | str
@@ -117,7 +117,7 @@ def fit(
     elif not len(curve.loss_I):
       parabola = joint = 'no run has a loss'
     else:
-      # Another seed for each curve, so that their draws are independent.
+      # Use another seed for each curve, so that their draws are independent.
       parabola = _or_why(
         *(optimum.of_curve, curve.params_I, curve.loss_I),
         *(noise[curve.budget], i),
@@ -130,7 +130,7 @@ def fit(
 
 
 def _noise(equal: Sequence[Curve], budget: float) -> optimum.Noise | None:
-  """Returns the noise of the runs at a budget, or of all if these are few."""
+  """Returns the noise of a budget's runs, or of all runs if these are few."""
   # Noise may depend on the budget, for instance if it is just enough for some
   # of the runs to learn something.
   alone, pooled = (
@@ -153,9 +153,10 @@ def comparisons(
 ) -> list[dict[str, Any]]:
   """Compares the minima with the reference group's; a row for each method.
 
-  The `compute_multiplier` of a group is the factor by which the reference would
-  need more training FLOPs for a loss as low, along the line between its minima
-  at neighbouring budgets. It is missing where the reference has one minimum.
+  The `compute_multiplier` of a group is the factor on the training FLOPs with
+  which the reference would reach the group's loss, by the slope of the
+  reference's minima at neighbouring budgets. It is missing if the reference has
+  fewer than two minima.
   """
   rows = []
   baselines = {f.curve.budget: f for f in fitted if f.curve.group == reference}
@@ -211,7 +212,7 @@ def _slopes(baselines: Iterable[Fitted], method: str) -> dict[float, float]:
 def pooled(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
   """Averages a group's compute multipliers over budgets, in logarithms.
 
-  Each budget weighs by the inverse variance of its draws.
+  A budget's weight is the inverse variance of its draws.
   """
   by_curve = {}
   for row in compared:
@@ -224,7 +225,7 @@ def pooled(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
       continue
     weights = np.array([1 / estimate.draw_R.var() for estimate in estimates])
     weights /= weights.sum()
-    # Draws without a minimum were left out.
+    # The counts differ, since draws without a minimum were left out.
     count = min(len(estimate.draw_R) for estimate in estimates)
     mean = optimum.Estimate(
       float(weights @ [estimate.value for estimate in estimates]),
@@ -458,7 +459,7 @@ def rows(
 def best_dense(fitted: Sequence[Fitted], reference: str) -> dict[float, float]:
   """Returns the FLOPs of a forward pass of the best dense model, by budget.
 
-  Without a fitted minimum, that is the size with the lowest mean loss.
+  Where no minimum was fitted, it is the model with the lowest mean loss.
   """
   flops_by_budget = {}
   for f in fitted:
@@ -542,7 +543,7 @@ def _pictures(fitted: Sequence[Fitted]) -> dict[str, list[Fitted]]:
   """Returns the curves of each picture, by name.
 
   `isoflop` shows the groups that have several budgets, `variants` all groups at
-  the budgets of the others.
+  the budgets of the groups that have only one.
   """
   budgets = {}
   for f in fitted:

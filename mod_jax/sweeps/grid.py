@@ -18,7 +18,7 @@ from mod_jax.sweeps import run as run_lib
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 
-if typing.TYPE_CHECKING:  # It takes long to import.
+if typing.TYPE_CHECKING:  # Matplotlib takes long to import.
   from matplotlib.figure import Figure
 
 Axes = Mapping[str, Sequence[Any]]  # Values by dotted field.
@@ -28,17 +28,17 @@ Axes = Mapping[str, Sequence[Any]]  # Values by dotted field.
 class Point:
   """A finished run of a sweep."""
 
-  name: str  # Its directory's name below the sweep's.
-  values: dict[str, Any]  # Of the fields that are swept over, by dotted name.
+  name: str  # Name of the run's directory, inside the sweep's.
+  values: dict[str, Any]  # Values of the sweep's fields, by dotted name.
   metrics: dict[str, float]  # All held-out metrics; empty if it diverged.
   main: dict[str, float]  # The main metrics, which a table shows.
-  diverged: str = ''  # The message with which it diverged.
+  diverged: str = ''  # What diverged and when; '' if nothing did.
 
 
 def parse(
   config: ExperimentConfig, texts: Sequence[str]
 ) -> dict[str, tuple[Any, ...]]:
-  """Parses axes such as `seed=0,1,2`, whose fields are those of a config.
+  """Parses axes such as `seed=0,1,2`, of fields of a config.
 
   Values are written as on the command line. Commas within brackets or quotes
   do not separate them.
@@ -117,14 +117,14 @@ def run(
   """Trains all points that no other worker trains, and records their metrics.
 
   Each point has the directory `WORKDIR/<field>=<value>,…` and is resumed like
-  any run; its result lies in `WORKDIR/results`, and a point that has one for
+  any run. Its result is a file in `WORKDIR/results`; a point with a result for
   the same config is not trained again. A point that diverges does not stop the
   others. `WORKDIR/sweep.json` is rewritten after each point, and
   `WORKDIR/pareto.png` shows accuracy against compute if both are measured.
 
   Returns:
     The finished points in order: fewer than all if a signal stopped the sweep
-    or other workers still train some.
+    or other workers still train some points.
 
   Raises:
     UserError: as `points` and `train.loop.train`; problems of the configs are
@@ -150,7 +150,7 @@ def run(
     phase_runs = phases.expand(job.config, job.folder)
     for phase_run in phase_runs:
       workdir_lib.check(*phase_run)
-    # Refuses a point that was finished over other data.
+    # Raises if the point was finished with other data.
     phases.finished(*phase_runs[-1], allow_changed_data=allow_changed_data)
 
   def finish() -> list[Point]:

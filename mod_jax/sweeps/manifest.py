@@ -2,7 +2,8 @@
 
 `manifest.jsonl` has a line per run. Every line also holds the hash of all
 lines, so that edited, added or missing lines are noticed. Results of runs
-repeat it (see `run`), and once a run has begun, no other manifest is written.
+repeat this hash (see `run`). Once a run has begun, `write` refuses to replace
+the manifest by another one.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks.experiment import ExperimentConfig
 
 FILE = 'manifest.jsonl'
-RUNS, RESULTS = 'runs', 'results'  # Directories, once a run has begun.
+RUNS, RESULTS = 'runs', 'results'  # Directories; absent before a run begins.
 _HASH = 'manifest'  # The key of the hash over all lines, in each line.
 
 
@@ -25,9 +26,9 @@ _HASH = 'manifest'  # The key of the hash over all lines, in each line.
 class Entry:
   """One run of a sweep."""
 
-  id: str  # Its name in the sweep, and that of its directory.
-  group: str  # The curve that it belongs to, such as 'dense' or 'mod'.
-  budget: float  # Training FLOPs that it is planned for.
+  id: str  # Name of the run in the sweep, and of its directory.
+  group: str  # The curve that the run belongs to, such as 'dense' or 'mod'.
+  budget: float  # Training FLOPs that the run is planned for.
   seed: int
   config: ExperimentConfig
   facts: dict[str, Any]  # Numbers computed beforehand; see `plan.facts`.
@@ -42,7 +43,7 @@ def write(workdir, entries: Sequence[Entry]) -> str:
   digest = _digest(lines)
   folder = workdir_lib.expand(workdir)
   text = ''.join(json.dumps(line | {_HASH: digest}) + '\n' for line in lines)
-  # Of an old sweep perhaps the results alone are kept.
+  # Look for both: an old sweep may have kept only its results.
   begun = any((folder / name).exists() for name in (RUNS, RESULTS))
   if begun and (folder / FILE).exists() and read(workdir)[1] != digest:
     raise UserError(

@@ -28,9 +28,9 @@ _JOINT_DRAWS = 400
 # If more than this fraction of draws lack a minimum, none is reported.
 _LOST = 0.05
 _MIN_SIZES = 4
-# Shapes of curves: None is the parabola, the others are exponents (a, b). Those
-# of parameters and tokens are .34 and .28 in Hoffmann et al. 2022, and .35 and
-# .37 in the correction by Besiroglu et al. 2024.
+# Shapes of curves: None is the parabola, the others are exponents (a, b).
+# Published exponents of parameters and tokens are .34 and .28 in Hoffmann et
+# al. 2022, and .35 and .37 in the correction by Besiroglu et al. 2024.
 _SHAPES = (None, (0.3, 0.3), (0.5, 0.25), (0.25, 0.5))
 _EXPONENTS = (0.05, 1.5)  # Bounds of the surface's exponents.
 _STEPS = 61  # Grid points for each exponent.
@@ -59,7 +59,7 @@ class Estimate:
     return Estimate(float(function(self.value)), function(self.draw_R))
 
   def minus(self, other: 'Estimate') -> 'Estimate':
-    """Returns the difference from an estimate of independent runs."""
+    """Returns self minus an estimate that independent runs gave."""
     count = min(len(self.draw_R), len(other.draw_R))
     # Draws are ordered by shape; shuffle them, so as not to pair equal shapes.
     mixed_R = np.random.default_rng(1).permutation(other.draw_R)
@@ -149,7 +149,7 @@ def of_curve(params_I, loss_I, noise: Noise | None, seed: int = 0) -> Minimum:
 
 
 def _basis(x_I, shape):
-  """Returns a curve's basis functions [I, 3]: constant, left and right side."""
+  """Returns the three basis functions of a shape of curve at x_I, [I, 3]."""
   if shape is None:
     return np.stack([np.ones_like(x_I), x_I, x_I**2], axis=-1)
   left, right = shape
@@ -217,7 +217,7 @@ class Surface:
   def minimum(self, params_I, tokens_I) -> Minimum:
     """Returns the lowest loss along the sizes of one budget.
 
-    Tokens are interpolated by a parabola in the logarithms.
+    Tokens are interpolated over parameters, by a parabola in the logarithms.
 
     Raises:
       NoMinimumError: the minimum does not lie between the sizes.
@@ -298,8 +298,8 @@ def _best(log_I2, loss_IR, grid_G2):
   [R, 2], terms [R, 3], and whether a valid pair exists [R].
   """
   pair_P2 = np.stack(np.meshgrid(*grid_G2.T), axis=-1).reshape(-1, 2)
-  # In an orthonormal basis, the explained sum of squares is that of the
-  # coefficients.
+  # In an orthonormal basis, the explained sum of squares is the sum of the
+  # squared coefficients.
   q_PI3, r_P33 = np.linalg.qr(_terms(log_I2, pair_P2))
   inner_P3R = np.swapaxes(q_PI3, 1, 2) @ loss_IR
   term_P3R = np.linalg.inv(r_P33) @ inner_P3R

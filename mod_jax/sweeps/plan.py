@@ -32,7 +32,7 @@ from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.viz import style
 
 FILE = 'plan.txt'  # The table, with the price.
-_TOLERANCE = 0.01  # A run may miss its budget by this fraction of it.
+_TOLERANCE = 0.01  # A run may miss its budget by this fraction of the budget.
 _HOUR = 3600.0
 
 # Cached: counting traces the model, and the same model occurs at several
@@ -53,13 +53,14 @@ class Group:
   # Parameters, embedding and head included, of the model that is expected to be
   # best at the sweep's `optimum_budget`.
   optimum: config_lib.Positive = 1e6
-  # Shapes to choose from; () = those of the sweep.
+  # Shapes to choose from; () = the sweep's `shapes`.
   shapes: tuple[Shape, ...] = ()
-  # Number of sizes at each budget; 0 = as the sweep says.
+  # Number of sizes at each budget; 0 = the sweep's `num_sizes`.
   num_sizes: config_lib.Count = 0
-  # Which of the sweep's budgets, counted from 0; () = all.
+  # Indices of the sweep's budgets at which the group is trained, from 0; () =
+  # all.
   budgets: tuple[config_lib.Count, ...] = ()
-  # Multiplies the learning rate that follows from the sweep's rule.
+  # Multiplies the learning rate that the sweep sets for the model's width.
   rate_factor: config_lib.Factor = 1.0
   # The control 'routed blocks removed': models that have the dense blocks only,
   # each trained for as many steps as its routed counterpart. They see the same
@@ -84,24 +85,25 @@ class Group:
 class SweepConfig:
   """A sweep, as built by `configs/sweeps/*.py`."""
 
-  name: str = 'sweep'  # For people; nothing depends on it.
-  # What all runs share: data, batch, optimiser, evaluation, mesh. Set for each
-  # run: the model's shape and routing, the number of steps, the warm-up, the
-  # learning rate and the seed.
+  name: str = 'sweep'  # A label; nothing depends on it.
+  # The config that all runs share: data, batch, optimiser, evaluation, mesh.
+  # The sweep sets for each run the model's shape and routing, the number of
+  # steps, the warm-up, the learning rate and the seed.
   base: ExperimentConfig = ExperimentConfig()
   budgets: tuple[config_lib.Positive, ...] = (1e13,)  # Training FLOPs of a run.
-  # Seeds of each run, 0 first: one number for all budgets, or one for each.
+  # Number of seeds, from 0, of each model: one number for all budgets, or one
+  # for each.
   num_seeds: tuple[config_lib.PositiveCount, ...] = (1,)
   # The groups of models, a curve for each.
   groups: tuple[Group, ...] = (Group(name='dense'),)
-  # All shapes; each group and budget takes those nearest to the expected
-  # optimum.
+  # Shapes to choose from: blocks, width, heads. Each group takes at each budget
+  # those nearest to its expected optimum.
   shapes: tuple[Shape, ...] = ((4, 64, 2), (4, 96, 3), (4, 128, 4))
-  # How many sizes to take: one number for all budgets, or one for each.
+  # Number of sizes per group: one number for all budgets, or one for each.
   num_sizes: tuple[config_lib.PositiveCount, ...] = (5,)
   # Sizes may differ from the expected optimum by this factor at most.
   spread: Annotated[float, config_lib.Range(gt=1, le=1000)] = 4.0
-  # The budget that the groups' optima are for; None for the lowest one.
+  # The budget for which the groups' `optimum` is given; None for the lowest.
   optimum_budget: config_lib.Positive | None = None
   # The exponent by which the optimum grows with the budget.
   growth: config_lib.Probability = 0.5
@@ -111,7 +113,7 @@ class SweepConfig:
   # The exponent by which the learning rate falls with the width.
   rate_power: Annotated[float, config_lib.Range(ge=0, le=2)] = 0.5
   warmup: config_lib.BelowOne = 0.1  # As a fraction of the steps.
-  # Evaluations during a run, besides that at its end.
+  # Number of evaluations during a run, besides the one at its end.
   evaluations: config_lib.Count = 4
   # Training tokens of the corpus; None to count them in the data if possible.
   corpus_tokens: config_lib.Positive | None = None
@@ -209,7 +211,7 @@ def entries(sweep: SweepConfig) -> list[Entry]:
       for shape in choose_shapes(sweep, group, budget):
         config = _run(sweep, group, budget, shape)
         run_facts = facts(config, budget, reference)
-        # Whether the run lies on a curve of equal FLOPs.
+        # Whether the run spends the budget, and so is part of a fitted curve.
         run_facts['equal_flops'] = not group.without_routed_blocks
         num_layers, width, _ = shape
         size = f'{num_layers} x {width} of the group {group.name}'
@@ -257,7 +259,7 @@ def choose_shapes(
   expected = _expected(sweep, group, budget)
   num_sizes = group.num_sizes or sweep.at(sweep.num_sizes, budget)
   shapes, routing = group.shapes or sweep.shapes, group.routing
-  if routing is not None:  # Leave out what is too shallow to be routed.
+  if routing is not None:  # Leave out shapes without a block to route.
     shapes = [s for s in shapes if any(map(routing.is_routed, range(s[0])))]
   sizes = {s: num_params(_model(sweep, routing, s)) for s in shapes}
   distance = {s: abs(math.log(size / expected)) for s, size in sizes.items()}
@@ -353,7 +355,7 @@ def table(sweep: SweepConfig, runs: Sequence[Entry]) -> str:
 
 
 def _row(sweep, seeds) -> dict[str, str]:
-  """Returns the cells of a size, by column."""
+  """Returns the cells of a size, given the runs of all its seeds, by column."""
   entry, run_facts = seeds[0], seeds[0].facts
   model = entry.config.model
   relative, epochs = (

@@ -1,9 +1,10 @@
 """Trains the runs of a sweep; any number of workers may share its directory.
 
-A worker that trains a run holds the lock of its directory, which is released if
-the worker dies; see `runs/lock.py`. When the run has finished or diverged, its
-result is written to `results/ID.json`, atomically and under the lock. A run
-that has a result is never trained again, and one that was stopped is resumed.
+A worker that trains a run holds the lock of the run's directory, which is
+released if the worker dies; see `runs/lock.py`. When the run has finished or
+diverged, its result is written to `results/ID.json`, atomically and under the
+lock. A run that has a result is never trained again, and a run that was stopped
+is resumed.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,17 +39,19 @@ class Job:
   id: str
   config: ExperimentConfig
   folder: epath.Path  # Directory of the run.
-  path: epath.Path  # Of its result.
-  origin: str  # Hash of what the run was planned in; its result repeats it.
+  path: epath.Path  # File of the run's result.
+  # Hash of the manifest, or of the config of a grid's point. The result repeats
+  # it.
+  origin: str
 
   def result(self) -> dict[str, Any] | None:
-    """Returns the result; None if there is none of the same origin."""
+    """Returns the result; None if there is none, or of another origin only."""
     result = _read(self.path)
     same = result is not None and result['manifest'] == self.origin
     return result if same else None
 
   def done(self) -> bool:
-    """Whether there is a result, as the first host sees it."""
+    """Whether there is a result, as the first process finds it."""
     return parallel.first_says(self.result() is not None)
 
 
@@ -80,7 +83,8 @@ def run(
   jobs = [
     Job(
       id=entry.id,
-      # Another mesh changes results by rounding only.
+      # The mesh is adapted to the devices, which changes results by rounding
+      # only.
       config=fitted(entry.config, jax.device_count()),
       folder=directory(workdir, entry),
       path=result_path(workdir, entry),
@@ -99,7 +103,8 @@ def train(
 ) -> list[Job]:
   """Trains jobs in order, beside other workers, and writes their results.
 
-  `after` is called when a job was tried. Returns the jobs without a result.
+  Calls `after` after each job that it tried to train. Returns the jobs that
+  have no result yet.
   """
   with stop_lib.listening():
     for job in jobs:
@@ -150,7 +155,7 @@ def _write(job, outcome) -> None:
     'data': fingerprint.digest(data),
     'diverged': diverged,
     'loss': metrics.get('top_k/loss', metrics.get('loss')),
-    # Sorted, since the order differs if a finished run is only read again.
+    # Sort them: their order differs if the run had finished earlier.
     'metrics': dict(sorted(metrics.items())),
   }
   metrics_lib.write_json(job.path, result)
@@ -165,11 +170,11 @@ def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
   """Returns the finished runs with their results, in the order of the plan.
 
   A result is a dict of `diverged`, a message or ''; `metrics`, all held-out
-  metrics at the end; `loss`, that of them which the run was trained for, None
-  if it diverged; and `data`, a digest of the data's fingerprint.
+  metrics at the end; `loss`, the one of these that the run was trained for,
+  None if it diverged; and `data`, a digest of the data's fingerprint.
 
   Raises:
-    UserError: as `manifest.read`; or a result is of another manifest.
+    UserError: as `manifest.read`; or a result belongs to another manifest.
   """
   entries, digest = manifest.read(workdir)
   finished = []
@@ -184,7 +189,7 @@ def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
         ' manifest that the runs were begun with, or move the results away.'
       )
     finished.append((entry, result))
-  # Results of older versions have no such digest.
+  # Results that older versions wrote have no digest of the data.
   data = {r['data'] for _, r in finished if 'data' in r}
   if len(data) > 1:
     logging.warning(
