@@ -1,9 +1,9 @@
 """Pictures of what a model did: matplotlib figures from plain arrays.
 
-Nothing here knows a model: whoever draws passes arrays, strings and records.
+The functions do not depend on models: callers pass arrays, strings and records.
 All figures are made without pyplot, so they share no state with a notebook or
 with another thread; `save` writes them. A module is imported when one of its
-functions is first asked for, since matplotlib takes long to import.
+names in `_NAMES` is first used, since matplotlib takes long to import.
 """
 
 import importlib
@@ -33,8 +33,7 @@ def __getattr__(name):
   if name not in _MODULES:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   module = importlib.import_module(f'{__name__}.{_MODULES[name]}')
-  # Importing a module sets it as an attribute, and some are called as what they
-  # hold: the public name must win.
+  # Keep the value, so that Python does not call this function for it again.
   globals()[name] = getattr(module, name)
   return globals()[name]
 

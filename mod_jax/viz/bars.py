@@ -1,7 +1,7 @@
-"""How much of what: histograms and bars.
+"""Histograms and bars of scores, compute, errors and ranks.
 
-Shapes: R blocks, numbered from 0 by `layers`; B images or sequences; K = N + 1
-numbers of learners from 0 to N; T tokens. Shares are from 0 to 1.
+Shapes: R blocks, whose numbers (from 0) are `layers`; B images or sequences;
+K = N + 1 numbers of learners from 0 to N; T tokens. Shares are from 0 to 1.
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ def score_histogram(
 ) -> Figure:
   """Draws a histogram of router scores for each routed block.
 
-  The tokens that were chosen and those passed by are stacked, so a bar's full
-  height is all tokens of that score. Lines mark where the causal rules cut, by
-  R moving `thresholds` where these exist. The outermost bins hold what lies
-  beyond them (at most 0.2% of the tokens); scores that are not finite, such as
-  those of padding, are left out.
+  The chosen tokens and the others are stacked, so a bar's full height counts
+  all tokens of that score. Lines mark the scores above which the causal rules
+  choose a token: 0, and the block's moving threshold if `thresholds` [R] has
+  one. The outermost bins include all scores beyond them (at most 0.2% of the
+  tokens). Scores that are not finite, such as those of padding, are left out.
   """
   body, panels = style.panels(
     title,
@@ -61,7 +61,7 @@ def score_histogram(
     if low == high:
       low, high = low - 0.5, high + 0.5
     clipped_N = np.clip(score_N, low, high)
-    # Chosen ones at the base, where their shape can be read directly.
+    # Draw chosen tokens at the bottom, where their shape can be read directly.
     axes.hist(
       [clipped_N[chosen_N], clipped_N[~chosen_N]],
       bins=np.linspace(low, high, 49),
@@ -92,10 +92,10 @@ def score_histogram(
 def compute_histogram(
   load_B, *, budget: float | None = None, title: str = 'Compute per image'
 ) -> Figure:
-  """Draws how many images take how much compute, as a share of all learners.
+  """Draws a histogram of the images' compute, as a share of all learners.
 
-  Lines mark the mean and the `budget`, the mean share that was asked for; a
-  band one standard deviation to each side of the mean.
+  Lines mark the mean and the `budget`, the mean share that the model was
+  trained for; a band marks one standard deviation on each side of the mean.
   """
   load_B = np.asarray(load_B, float)
   mean, std, low, high = load_B.mean(), load_B.std(), load_B.min(), load_B.max()
@@ -125,7 +125,7 @@ def compute_histogram(
     handles.append(Line2D([], [], **_BUDGET))
   style.key(body, handles)
   low, high = axes.get_xlim()
-  if high - low < 0.05:  # Equal images are one bar, not the whole axis.
+  if high - low < 0.05:  # Images of equal compute shall not fill the axis.
     axes.set_xlim((low + high) / 2 - 0.025, (low + high) / 2 + 0.025)
   style.ticks(axes.xaxis, 7, style.percent)
   style.ticks(axes.yaxis, 5, '{x:,.0f}', integer=True)
@@ -135,16 +135,17 @@ def compute_histogram(
 def error_by_learners(distance_KT, *, title: str, module: str) -> Figure:
   """Draws how each token's error falls with the number of learners.
 
-  `distance` is that of h(z, k) to what the dense module returns. A column per
-  token, a row per number of learners k = 0, …, N; the colour is the error over
-  that with no learner, on a linear scale from 0 to 1, above which it does not
-  change. Tokens are sorted by the mean of it over k = 1, …, N: at the left
-  those whose error falls fastest. Beside it the mean error of all tokens for
-  each k. Wójcik et al., 2023, Figure 5.
+  `distance` is the distance of h(z, k) from the output of the dense module. A
+  column is a token, a row a number of learners k = 0, …, N. The colour is the
+  ratio of the error to the error with no learner, on a linear scale from 0 to
+  1; larger ratios look like 1. Tokens are sorted by their mean ratio over
+  k = 1, …, N, so at the left are those whose error falls fastest. A second
+  panel shows the mean error of all tokens for each k. Wójcik et al., 2023,
+  Figure 5.
 
-  Of more than 1000 tokens, neighbours are averaged in a column. Tokens without
-  any error at k = 0 have no such ratio: they count in the means and are not
-  drawn as columns.
+  If there are more than 1000 tokens, neighbours are averaged in a column.
+  Tokens without any error at k = 0 have no ratio: they count in the means and
+  are not drawn as columns.
   """
   distance_KT = np.asarray(distance_KT, float)
   drawn_KT = _sorted_errors(distance_KT)
@@ -163,7 +164,7 @@ def error_by_learners(distance_KT, *, title: str, module: str) -> Figure:
     *(f'{title}: {module}', subtitle, 2), lines=2 * rows, width_ratios=(2, 1)
   )
   norm = Normalize(0, 1)
-  # Clipped as it is drawn, or one large value would hide its neighbours.
+  # Clip before averaging, or one large value would hide its neighbours.
   parts = np.array_split(
     np.minimum(drawn_KT, 1), min(tokens, _MOST_COLUMNS), axis=1
   )
@@ -206,8 +207,8 @@ def attention_ranks(
 ) -> Figure:
   """Draws the rank of each block's attention map, over the largest possible.
 
-  `routed` blocks are those of this model, `suggested` those of lowest share;
-  `facts` stand above the panel.
+  `routed` are the blocks that the model routes, `suggested` those with the
+  lowest of the `shares`; `facts` are written above the panel.
   """
   blocks, suggested = np.arange(len(shares)), list(suggested)
   body, (axes,) = style.panels(
@@ -224,7 +225,7 @@ def attention_ranks(
   axes.plot(suggested, np.asarray(shares)[suggested], **look)
   axes.set(xlim=(-0.6, len(shares) - 0.4), ylim=(0, 1.05))
   axes.yaxis.set_major_formatter(style.percent)
-  # Every block has its number, as long as they find room.
+  # Number every block, or of more than 24 blocks every second one and so on.
   axes.set_xticks(range(0, len(shares), -(-len(shares) // 24)))
   style.heading(axes, 'Mean over heads and samples', facts)
   kinds = (style.CHOSEN, 'routed'), (style.FAINT, 'dense')
@@ -233,11 +234,11 @@ def attention_ranks(
 
 
 def _sorted_errors(distance_KT) -> np.ndarray:
-  """Returns errors over those at k = 0, columns sorted by their mean."""
+  """Returns errors over the error at k = 0, columns sorted by their mean."""
   some_T = distance_KT[0] > 0
   with np.errstate(over='ignore'):
     error_KT = distance_KT[:, some_T] / distance_KT[0, some_T]
-  # Beside a distance of almost 0 another may be infinitely larger.
+  # A ratio to a distance of almost 0 may overflow.
   error_KT = np.minimum(error_KT, np.finfo(np.float32).max)
   order_T = np.argsort(error_KT[1:].mean(axis=0), kind='stable')
   return error_KT[:, order_T]
@@ -248,7 +249,7 @@ def _draw_bars(axes, values, texts):
   bars = axes.barh(range(len(values)), values, height=0.68, color=style.CHOSEN)
   look = {'fontsize': 7.5, 'color': style.INK, 'gid': 'value'}
   axes.bar_label(bars, texts, padding=3, **look)
-  # A third of the panel for the number beside the longest bar.
+  # Leave a third of the panel for the number beside the longest bar.
   longest = max(values)
   axes.set_xlim(0, 1.55 * longest or 1)
   ticks = MaxNLocator(3).tick_values(0, longest or 1)

@@ -1,4 +1,4 @@
-"""What a classifier takes for what: a matrix, and the worst pictures."""
+"""The errors of a classifier: a confusion matrix, and the worst pictures."""
 
 from collections.abc import Sequence
 import itertools
@@ -12,10 +12,10 @@ import numpy as np
 from mod_jax.viz import glyphs, images, style
 
 _SHARES = colormaps['Blues']
-_MOST = 30  # Classes with a row of their own.
-_COUNTED = 20  # With more rows, counts would not fit into their cells.
-_COLUMNS = 6  # Of pictures.
-_LETTERS = 15  # Of a line under a picture.
+_MOST = 30  # Most rows of the matrix.
+_COUNTED = 20  # With more rows, counts do not fit into cells and are left out.
+_COLUMNS = 6  # Pictures in a row.
+_LETTERS = 15  # Characters in a line of text above or below a picture.
 
 
 def confusion_matrix(
@@ -24,11 +24,11 @@ def confusion_matrix(
   *,
   title: str = 'What each class is taken for',
 ) -> Figure:
-  """Draws the images of each class, a row, by the class that was predicted.
+  """Draws the matrix of images [true class, predicted class].
 
   A cell's colour is its share of the row, so the diagonal shows the recall. Of
-  more than 30 classes, those with the most errors are shown, and the others
-  together as the last.
+  more than 30 classes, the 29 with the most errors are shown; all others
+  together are the last row and column.
   """
   count_VV = np.asarray(count_VV)
   errors_V = _errors(count_VV).sum(axis=0) + _errors(count_VV).sum(axis=1)
@@ -66,7 +66,8 @@ def confusion_matrix(
   axes.set_yticks(ticks, rows, fontsize=8, color=style.INK)
   axes.tick_params(length=0)
   axes.spines[:].set_color(style.FAINT)
-  # Above, since constrained layout misjudges labels below long names.
+  # Write the axis's label above the matrix: constrained layout misjudges the
+  # room of a label below long names.
   axes.set_title('predicted', fontsize=9, color=style.INK)
   axes.set_ylabel('true', fontsize=9, color=style.INK)
   if len(names) <= _COUNTED:
@@ -115,7 +116,7 @@ def _errors(count_VV):
 
 
 def _lines(text: str, most: int) -> str:
-  """Returns a text in short lines, of which one begins at each arrow."""
+  """Returns a text wrapped to at most `most` lines; arrows begin new lines."""
   parts = text.replace(' → ', '\n→ ').split('\n')
   lines = [y for x in parts for y in textwrap.wrap(glyphs.plain(x), _LETTERS)]
   if len(lines) > most:

@@ -1,9 +1,9 @@
-"""Numbers over the steps of a run, and over how corrupted images are.
+"""Numbers over the steps of a run, and over the severity of corruptions.
 
 Records are the lines of `metrics.jsonl`, of kind `train` or `eval`, each with a
-`step` and numbers by name; of held-out data by `RULE/NAME` as well. What is
-missing or not finite is skipped; of two records of one step the later counts,
-as after a resumption. Arrays of S steps and values are [2, S].
+`step` and numbers by name; for held-out data also by `RULE/NAME`. Numbers that
+are missing or not finite are skipped. Of two records of the same step, as after
+a resumption, the later one counts. Arrays of S steps and values are [2, S].
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +18,8 @@ from mod_jax.viz import style
 
 _SMOOTH = {'color': '#8A8A8A', 'lw': 1.6}
 _REFERENCE = {'color': style.INK, 'ls': '--', 'lw': 1}
-_FEW = 10  # Fewer training losses than this are all shown.
-# Of each metric of experts: heading, what it is, and where it is at balance.
+_FEW = 10  # If there are fewer training losses, the y-limits include them all.
+# For each metric of experts: heading, description, and its value at balance.
 _OF_EXPERTS = {
   'busiest': ('Busiest expert', 'its tokens over the mean of all', 1.0),
   'null': ('No-ops', 'choices that do nothing', None),
@@ -42,18 +42,18 @@ def loss_curves(
 ) -> Figure:
   """Draws training and held-out losses over the steps of a run.
 
-  A second panel shows how often each causal rule decides as top-k would, with
-  the trivial baseline of never routing, where the records have these: `loss`,
-  `RULE/accuracy` and `RULE/never_route`. For a classifier, the panel shows the
-  metric that `classifier` names, accuracy or mAP. Losses are nats per `unit`,
-  or ''.
+  If the records have `RULE/accuracy` and `RULE/never_route`, a second panel
+  shows how often each causal rule decides as top-k would, and the trivial
+  baseline of never routing. For a classifier, the panel shows the metric that
+  `classifier` names, accuracy or mAP. Losses are in nats per `unit`; '' leaves
+  out the unit.
   """
   series = _read(records)
   train, losses = series.get(('train', 'loss')), _by_rule(series, 'loss')
   accuracy = _by_rule(series, classifier or 'accuracy')
   never = _by_rule(series, 'never_route')
   if not classifier:
-    accuracy.pop('', None)  # No rule's.
+    accuracy.pop('', None)  # Not of a rule.
     never.pop('', None)
   drawn = [*losses.values()] + ([] if train is None else [train])
   body, panels = style.panels(
@@ -82,7 +82,8 @@ def loss_curves(
     peak = loss_S.argmax()
     axes.annotate(
       f'↑ up to {loss_S.max():.2f}',
-      # Beside the line that leaves the frame there, not over it.
+      # At the step where the loss comes back into the frame, so that the text
+      # is beside the line.
       (step_S[peak + np.argmax(loss_S[peak:] <= high)], 1),
       xycoords=axes.get_xaxis_transform(),
       xytext=(6, -3),
@@ -97,7 +98,7 @@ def loss_curves(
   for axes in panels:
     _steps(axes)
     handles, _ = axes.get_legend_handles_labels()
-    # Above the panel, where it hides no line.
+    # Draw the legend above the panel, where it hides no line.
     style.key(axes, handles, 'lower left', bbox_to_anchor=(0, 1), ncols=2)
   _widen(panels[0])
   return figure
@@ -107,8 +108,8 @@ def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
   """Draws the losses of several runs over steps, training FLOPs and time.
 
   A run has a `name`; `records`; `flops_S`, training FLOPs up to each step; and
-  `seconds_per_step`, None where it is not recorded. Held-out losses are those
-  of top-k where there are rules.
+  `seconds_per_step`, None if unknown. Held-out losses of routed models are
+  those under top-k.
   """
   runs = list(runs)
   body, panels = style.panels(
@@ -142,7 +143,7 @@ def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
       for axes, x_S in zip(panels, (step_S, spent_S, hours_S), strict=True):
         axes.plot(x_S, smooth_S if how is line else value_S, **how)
       lows.append(smooth_S.min())
-      # The first steps fall so far that nothing else would be seen.
+      # Leave out the first, much higher losses, which would hide all others.
       highs.append(np.quantile(smooth_S, 0.85))
     rate = f', {1 / seconds:.3g} steps/s' if seconds else ''
     name = f'{style.shortened(run["name"])}{rate}'
@@ -170,16 +171,17 @@ def expert_curves(
 ) -> Figure:
   """Draws over the steps of a run how evenly its experts were chosen.
 
-  A panel for each of the metrics `experts/busiest`, `null`, `dropped` and
-  `balance` that is anywhere above 0. `null_target` is the share of the choices
-  that should do nothing, if there are such choices.
+  There is a panel for each of the metrics `experts/busiest`, `null`, `dropped`
+  and `balance` that is above 0 at any step. `null_target` is the share of the
+  choices that should do nothing; None if there are no such choices.
   """
   series = _read(records)
   drawn, zero, rules = {}, [], {}
   for name, (heading, _, _) in _OF_EXPERTS.items():
     train = series.get(('train', f'experts/{name}'))
     held_out = _by_rule(series, f'experts/{name}')
-    held_out.pop('never', None)  # Without routed blocks nothing is judged.
+    # The rule `never` leaves out routed blocks, and so their experts.
+    held_out.pop('never', None)
     both = [*held_out.values()] + ([] if train is None else [train])
     if any(value_S.max() > 0 for _, value_S in both):
       drawn[name] = train, held_out
@@ -207,7 +209,7 @@ def expert_curves(
     _steps(axes, 4)
     style.heading(axes, heading, facts)
     if name in ('null', 'dropped'):
-      # With room for a marker at 0.
+      # Leave room for a marker at 0.
       axes.set_ylim(bottom=-0.03 * axes.get_ylim()[1])
       axes.yaxis.set_major_formatter(style.percent)
     _widen(axes)
@@ -228,9 +230,9 @@ def corruption_curves(
 ) -> Figure:
   """Draws, for each corruption, accuracy above and mean compute below.
 
-  By the corruption's name `curves` have `adaptive` and `dense`, accuracies, and
-  `load`, the mean share of all learners' cost; one number for each severity,
-  the first of them of clean images. `budget` is the share of training.
+  By the corruption's name, `curves` has the accuracies `adaptive` and `dense`,
+  and `load`, the mean share of all learners' cost: a number for each severity,
+  from 0, clean images. `budget` is the share that the model was trained for.
   """
   columns = len(curves)
   body, panels = style.panels(
@@ -264,7 +266,7 @@ def corruption_curves(
 
 
 def _read(records) -> dict[tuple[str, str], np.ndarray]:
-  """Returns steps and values, [2, S], by kind of record and name of number."""
+  """Returns steps and values, [2, S], by (kind of record, name of number)."""
   points = {}
   for record in records:
     values = {
@@ -279,7 +281,7 @@ def _read(records) -> dict[tuple[str, str], np.ndarray]:
 
 
 def _by_rule(series, name) -> dict[str, np.ndarray]:
-  """Returns held-out series of a name by rule, in the order of the table."""
+  """Returns held-out series of a name by rule, in the order of `RULES`."""
   rules = {
     key.removesuffix(name).rstrip('/'): value_2S
     for (kind, key), value_2S in series.items()
@@ -302,14 +304,14 @@ def _label(rule, classifier) -> str:
 
 
 def _smooth(value_T):
-  """Returns centred moving averages, reflected at the ends."""
+  """Returns centred moving averages of values, which are reflected at ends."""
   half = len(value_T) // 60
   window = np.full(2 * half + 1, 1 / (2 * half + 1))
   return np.convolve(np.pad(value_T, half, 'reflect'), window, 'valid')
 
 
 def _draw_train(axes, value_2S):
-  """Draws all values, and over them their average; one alone as a point."""
+  """Draws values and their moving average; a single value as a point."""
   step_S, value_S = value_2S
   marker = 'o' if len(step_S) == 1 else None
   look = {'color': _SMOOTH['color'], 'lw': 0.7, 'alpha': 0.45}
@@ -327,21 +329,21 @@ def _draw_rule(axes, rule, value_2S, label, name):
 
 
 def _limits(drawn, train):
-  """Returns y-limits that neither the first steps nor odd batches stretch."""
+  """Returns y-limits without the high losses of first steps and odd batches."""
   all_2N = np.concatenate(drawn, axis=1)
   start = all_2N[0].min() + 0.08 * np.ptp(all_2N[0])
   settled = [value_S[step_S >= start] for step_S, value_S in drawn]
-  # The last one is of training, if anything is.
+  # The last of `drawn` is `train`, if that is not None.
   if train is not None and len(train[1]) < _FEW:
     settled[-1] = train[1]
   elif train is not None and settled[-1].size:
-    # Not interpolated, which would be towards the odd one.
+    # Do not interpolate, which would be towards an odd batch's loss.
     high = np.quantile(settled[-1], 0.99, method='lower')
     settled[-1] = settled[-1][settled[-1] <= high]
   settled, most = np.concatenate(settled), all_2N[1].max()
   low, high = settled.min(), settled.max()
   pad = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
-  # Too little to leave anything out.
+  # If little would be left out, leave out nothing.
   high = most if most < high + 0.5 * (high - low) else high
   return low - pad, high + pad
 
@@ -351,7 +353,7 @@ def _draw_accuracy(axes, accuracy, never, classifier):
     name = _label(rule, True) if classifier else style.rule_style(rule).label
     label = f'{name}  {value_2S[1, -1]:.1%}'
     _draw_rule(axes, rule, value_2S, label, 'accuracy')
-  # The baseline depends on what top-k chose: usually it is one for all rules.
+  # The baseline depends only on what top-k chose: usually all rules share it.
   same = len({baseline.tobytes() for baseline in never.values()}) == 1
   for rule, value_2S in list(never.items())[: 1 if same else None]:
     label = 'never route' if same else f'never route, {rule}'
@@ -377,7 +379,7 @@ def _draw_accuracy(axes, accuracy, never, classifier):
 
 
 def _widen(axes):
-  """Gives a single step some room: matplotlib would mark fractions of it."""
+  """Widens a short x-axis: matplotlib would put ticks at fractions of steps."""
   low, high = axes.get_xlim()
   if high - low < 2:
     axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)

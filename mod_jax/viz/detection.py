@@ -21,8 +21,9 @@ def boxes(
 ) -> Figure:
   """Draws a row per picture: its boxes, then the tokens of each routed layer.
 
-  `found` are (name, score, (left, top, right, bottom) in pixels) of each
-  picture, and `processed` masks [B, L] by the name of the layer.
+  `found` has for each picture its boxes, (class name, score, (left, top, right,
+  bottom) in pixels). `processed` has by the name of a routed layer the mask
+  [B, L] of the tokens that it processed.
   """
   images_BHWC = np.asarray(images_BHWC)
   body, axes_B, _ = images.image_grid(
@@ -47,7 +48,7 @@ def boxes(
     aspect=images.patch_aspect(images_BHWC[0], grid),
   )
   pixels = np.array(images_BHWC.shape[1:3])
-  down, across = np.array(grid) / pixels  # Tokens of a pixel.
+  down, across = np.array(grid) / pixels  # Tokens per pixel.
   for axes, of_picture in zip(axes_B, found, strict=True):
     for name, score, (left, top, right, bottom) in of_picture:
       axes.add_patch(

@@ -1,10 +1,10 @@
-"""Which expert takes which token, and how many each of them takes.
+"""Which expert takes which token, and how many tokens each expert takes.
 
-Shapes: R blocks with experts, L tokens or patches of a text or of B images,
-X choices: E experts, then those that do nothing, the no-ops. `expert` is the
-number of the expert that takes a token, of several that with the largest
-weight; `more` says whether others do, too. `layers` are the numbers of the R
-blocks, counted from 0, and `num_layers` those of the model.
+Shapes: R blocks with experts; L tokens or patches of a text or of B images; X
+choices: E experts, then no-ops, choices that do nothing. `expert` is the number
+of the expert that takes a token (of several, the one with the largest weight);
+`more` is True where several do. `layers` are the numbers of the R blocks,
+counted from 0, and `num_layers` is the number of blocks of the model.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,16 @@ import numpy as np
 
 from mod_jax.viz import images, maps, style
 
-NO_EXPERT = -1  # The token is in the block, and no expert takes it.
-NOT_THERE = -2  # The block is routed, and passes the token by.
+NO_EXPERT = -1  # The token is in the block, but no expert takes it.
+NOT_THERE = -2  # The block is routed, and the token skips it.
 
-# As areas all are seen on white, the yellow too; brown, as marks are black.
+# Areas are visible on white even in yellow. Brown is used in place of black,
+# which is the colour of marks.
 _FEW = (*style.SERIES_COLORS[:6], '#F0E442', '#5C3317')
 _EMPTY = {'facecolor': 'white', 'edgecolor': '#8A8A8A', 'linewidth': 0.6}
 _MORE = {'marker': 'o', 'facecolor': 'white', 'edgecolor': style.INK}
 _MORE |= {'linewidth': 0.5, 'zorder': 4, 'gid': 'more'}
-# Black on white, to be seen on any colour.
+# Black with a white outline, to be visible on any colour.
 _DROPPED = {'marker': 'x', 's': 9, 'color': style.INK, 'linewidth': 1.0}
 _DROPPED |= {'path_effects': [withStroke(linewidth=2.2, foreground='white')]}
 _DROPPED |= {'zorder': 4, 'gid': 'dropped'}
@@ -38,12 +39,12 @@ _TARGET = {'color': style.INK, 'ls': '--', 'lw': 1.3}
 def expert_colors(num_experts: int) -> np.ndarray:
   """Returns a colour for each expert, [E, 3] from 0 to 1.
 
-  Up to eight are distinct by themselves. More of them go around the rainbow, so
-  that neighbours look alike: pictures also write their numbers.
+  Up to eight colours are distinct. More are taken from a rainbow, where
+  neighbours look alike, so pictures also show the experts' numbers.
   """
   if num_experts <= len(_FEW):
     return np.array([to_rgb(color) for color in _FEW[:num_experts]])
-  # Without the ends, which are nearly black.
+  # Leave out the ends of the colour map, which are nearly black.
   return colormaps['turbo'](np.linspace(0.06, 0.96, num_experts))[:, :3]
 
 
@@ -60,9 +61,9 @@ def expert_map(
 ) -> Figure:
   """Draws which expert takes each token, with the text below.
 
-  `dropped` says whether an expert that the token chose had no slot for it.
-  Where experts do not take all tokens, the row below the blocks counts those in
-  which one does.
+  `dropped` is True where an expert that the token chose had no slot for it. If
+  some token is not taken in all blocks, a row below the blocks counts the
+  blocks where an expert takes the token.
   """
   layers, expert_RL = np.asarray(layers), np.asarray(expert_RL)
   more_RL, dropped_RL = np.asarray(more_RL), np.asarray(dropped_RL)
@@ -89,7 +90,7 @@ def expert_map(
     maps.cells(axes, *places(taken_RC), gid='taken', **look)
     maps.cells(axes, *places(expert_RC == NO_EXPERT), gid='empty', **_EMPTY)
     _write_numbers(axes, *places(taken_RC), expert_RC[taken_RC], color_E3)
-    # Marks stand in corners, where they hide no number.
+    # Draw marks in corners of cells, where they hide no number.
     x_N, y_N = places(more_RL[columns])
     axes.scatter(x_N + 0.27, y_N + 0.24, s=5, **_MORE)
     x_N, y_N = places(dropped_RL[columns])
@@ -97,7 +98,7 @@ def expert_map(
   bars = [panel.axes for panel in panels]
   _scale(body, bars, num_experts, name='expert_bar')
   count_L = (expert_RL >= 0).sum(axis=0)
-  if count_L.min() < len(layers):  # Else the row would be of one colour.
+  if count_L.min() < len(layers):  # Otherwise all counts are equal.
     maps.draw_counts(body, panels, count_L, 'blocks where one takes it')
   dot = {'ls': '', 'mec': style.INK, 'ms': 4.5}
   track = {'fc': maps.TRACK, 'ec': style.FAINT, 'lw': 0.4}
@@ -133,10 +134,10 @@ def expert_patches(
 ) -> Figure:
   """Draws which expert takes each patch, a row per image.
 
-  The image stands at the left; then, for each block with experts, the image in
-  grey under the experts' colours. Patches that no expert takes stay grey and
-  are struck through, those that do not reach the block are under a veil. Images
-  and `grid` are as in `images`.
+  The image is at the left; then follows, for each block with experts, the image
+  in grey under the experts' colours. Patches that no expert takes are grey and
+  struck through; patches that do not reach the block are faded. Images and
+  `grid` are as in `images`.
   """
   images_BHWC, expert_RBL = np.asarray(images_BHWC), np.asarray(expert_RBL)
   more_RBL, color_E3 = np.asarray(more_RBL), expert_colors(num_experts)
@@ -177,7 +178,7 @@ def expert_patches(
     aspect=images.patch_aspect(images_BHWC[0], grid),
     scale=True,
   )
-  # The middles of the patches of all of a row's pictures.
+  # The middles of the patches in all pictures of a row.
   y_RL, x_RL = np.indices(grid).reshape(2, 1, -1) + 0.5
   x_RL = x_RL + start_C[1:, None]
   y_RL = np.broadcast_to(y_RL, x_RL.shape)
@@ -187,7 +188,8 @@ def expert_patches(
     if images.patch_inches(len(start_C), grid) > 0.14:
       place = x_RL[taken_RL], y_RL[taken_RL]
       _write_numbers(axes, *place, expert_RL[taken_RL], color_E3)
-    # On a white image a grey patch is white as well.
+    # Strike through patches that no expert takes: in grey, a patch of a white
+    # image is white, too.
     empty_RL = expert_RL == NO_EXPERT
     middle_N12 = np.stack([x_RL, y_RL], -1)[empty_RL][:, None]
     strikes = middle_N12 + np.array([[-0.5, 0.5], [0.5, -0.5]])
@@ -210,11 +212,11 @@ def expert_load(
 ) -> Figure:
   """Draws the share of the tokens that each choice gets: a panel per block.
 
-  `targets` are the shares that they should get, the same for all experts and
-  for all no-ops; `none` is the share of tokens that no expert takes. Bars at
-  the right, apart from the others, are no-ops. They are scaled so that their
-  target is as high as that of the experts, since an expert of many takes little
-  beside what may do nothing; their share stands over the panel.
+  `targets` are the shares that choices should get, equal for all experts and
+  for all no-ops; `none` is the share of tokens that no expert takes. No-ops are
+  separate bars at the right. They are scaled so that their target is as high as
+  the experts' target, as the share of one of many experts would be hard to see
+  beside theirs; their true share is written above the panel.
   """
   height_RX = np.array(share_RX, float)
   nulls = height_RX.shape[1] - num_experts
@@ -222,7 +224,7 @@ def expert_load(
   null_R = height_RX[:, num_experts:].sum(axis=1)
   subtitle = 'Bars: of the tokens that reach the block, those an expert gets.'
   handles = [Line2D([], [], label='target', **_TARGET)]
-  # No-ops stand apart, by the width of a bar.
+  # Leave the width of a bar between experts and no-ops.
   x_X = np.arange(num_experts + nulls)
   x_X[num_experts:] += 1
   ticks = {tick: str(tick) for tick in _number_ticks(num_experts)}
@@ -234,7 +236,7 @@ def expert_load(
       height_RX[:, num_experts:] *= target / null_target
     handles.append(Patch(label='no-op', hatch='////', **_EMPTY))
     place = float(x_X[num_experts:].mean())
-    # Without the number that the word would stand on.
+    # Leave out numbers that the label 'no-op' would overlap.
     room = 0.1 * (x_X[-1] + 2)
     ticks = {x: text for x, text in ticks.items() if place - x > room}
     ticks[place] = 'no-op'
@@ -286,21 +288,22 @@ def _scale(body, axes, num_experts, **how) -> None:
 
 
 def _number_ticks(num_experts) -> range:
-  """Returns all numbers of a few experts, or some of those of many."""
+  """Returns the experts' numbers, or every second and so on if more than 8."""
   step = next(2**i for i in range(32) if num_experts <= 8 * 2**i)
   return range(0, num_experts, step)
 
 
 def _write_numbers(axes, x_N, y_N, expert_N, color_E3):
-  """Writes the numbers of experts whose colours look alike over their cells.
+  """Writes the experts' numbers over their cells if colours look alike.
 
-  A collection of markers per expert, as thousands of texts would take seconds.
+  Numbers are markers, one collection for each expert, since thousands of texts
+  would take seconds.
   """
   if len(color_E3) <= len(_FEW):
     return
   for expert in np.unique(expert_N):
     own_N = expert_N == expert
-    # A marker is as large as its longer side.
+    # The size of a marker is that of its longer side.
     side = 5.5 * max(0.73, 0.63 * len(str(expert)))
     light = color_E3[expert] @ (0.299, 0.587, 0.114) > 0.5
     axes.scatter(
@@ -315,7 +318,7 @@ def _write_numbers(axes, x_N, y_N, expert_N, color_E3):
 
 
 def _tinted(image_HWC, expert_L, color_E3, grid) -> np.ndarray:
-  """Returns the image in grey under colours, veiled where nothing arrives."""
+  """Returns the image in grey under colours, faded where tokens skip."""
   expert_HW1 = images.over_pixels(expert_L, grid, image_HWC)
   grey_HWC = images.greyed(image_HWC)
   colored_HWC = grey_HWC * (1 - images.OVERLAY)

@@ -1,4 +1,4 @@
-"""Figures to files."""
+"""Writes figures to files."""
 
 import io
 import os
@@ -13,7 +13,8 @@ from mod_jax.errors import UserError
 def save(figure: Figure, path: str | os.PathLike) -> epath.Path:
   """Writes a figure as PNG, whole or not at all, and returns the path.
 
-  Missing directories are made, and what stood there is replaced.
+  Missing directories are made, and an existing file is replaced. Raises
+  UserError if the path does not end in `.png`.
   """
   path = paths.expand(path)
   if path.suffix.lower() != '.png':

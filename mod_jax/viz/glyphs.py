@@ -1,8 +1,8 @@
-"""Text of any kind as something that a font can draw, legibly.
+"""Turns any text into text that a font can draw, legibly.
 
 The fonts are those that come with matplotlib, so a picture looks the same on
-every machine. Letters that these lack, such as Chinese ones, are drawn by a
-font of the machine that has them.
+every machine. Letters that these fonts lack, such as Chinese ones, are drawn by
+a font that is installed on the machine.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from matplotlib import font_manager
 
 _FONTS = pathlib.Path(matplotlib.get_data_path()) / 'fonts' / 'ttf'
 _MONO = str(_FONTS / 'DejaVuSansMono.ttf')
-MISSING = '□'  # In place of what cannot be seen or is not in the font.
+MISSING = '□'  # Replaces characters that are invisible or not in the font.
 _VISIBLE = {' ': '·', '\n': '⏎', '\t': '→'}
 
 
 def write_pieces(labels) -> None:
-  """Has ticks' labels drawn as pieces of text: in one width, never as math."""
+  """Sets tick labels to a monospaced font, and turns off parsing of math."""
   font = font_manager.FontProperties(fname=_MONO, size=8)
   for label in labels:
     label.set(fontproperties=font, parse_math=False, gid='piece')
@@ -38,17 +38,17 @@ def _mono() -> frozenset[int]:
 
 @functools.cache
 def _sans() -> frozenset[int]:
-  """Returns what the fonts of labels and of bold titles both have."""
+  """Returns the characters that the fonts of labels and of titles both have."""
   names = 'DejaVuSans.ttf', 'DejaVuSans-Bold.ttf'
   return frozenset.intersection(*(_characters(_FONTS / name) for name in names))
 
 
 def display_piece(piece: str, limit: int = 10) -> str:
-  """Returns a piece of text as it is shown under its column.
+  """Returns a token's piece of text in a form that can be drawn.
 
-  Spaces, newlines and tabs become · ⏎ →. Characters that cannot be seen or that
-  the font lacks become □, and so does an empty piece (a token that is no whole
-  character). A piece of more than `limit` characters ends in ….
+  Spaces, newlines and tabs become · ⏎ →. Characters that are invisible or not
+  in the font become □, and so does an empty piece (a token that is no whole
+  character). A piece of more than `limit` characters is cut and ends in ….
   """
   if len(piece) > limit:
     return ''.join(map(_display, piece[: limit - 1])) + '…'
@@ -61,8 +61,8 @@ def _display(character: str) -> str:
   kind = unicodedata.category(character)
   if kind == 'Zs':
     return _VISIBLE[' ']
-  # C: control, format, surrogate, private, unassigned. M: marks that would
-  # land on the neighbouring cell. Zl, Zp: other kinds of line ends.
+  # C: control, format, surrogate, private, unassigned. M: combining marks,
+  # which would be drawn on the neighbouring cell. Zl, Zp: other line ends.
   if kind[0] in 'CMZ' or ord(character) not in _mono():
     return MISSING
   return character
@@ -70,11 +70,11 @@ def _display(character: str) -> str:
 
 @functools.cache
 def installed(letter: str) -> font_manager.FontEntry | None:
-  """Returns a font of this machine that has a letter."""
+  """Returns an installed font that has a letter; None if there is none."""
   for entry in font_manager.fontManager.ttflist:
     if entry.name.replace(' ', '').startswith('LastResort'):
-      continue  # It has a box for everything.
-    # Some fonts that are listed cannot be opened.
+      continue  # This font draws a box for every character.
+    # Some of the listed fonts cannot be opened.
     with contextlib.suppress(OSError, RuntimeError):
       if ord(letter) in _beyond_own(entry.fname):
         return entry
@@ -83,7 +83,8 @@ def installed(letter: str) -> font_manager.FontEntry | None:
 
 @functools.cache
 def _beyond_own(path: str) -> frozenset[int]:
-  # All characters of hundreds of fonts would fill much memory.
+  # Leave out the characters of `_sans`: with them, the cached sets of hundreds
+  # of fonts would take much memory.
   return _characters(path) - _sans()
 
 
@@ -97,22 +98,22 @@ def _shown(character: str) -> str:
   if character.isalpha() and (entry := installed(character)):
     families = matplotlib.rcParams['font.family']
     if entry.name not in families:
-      # The last to be tried, so that no other text changes.
+      # Append the font, so that it is tried last and other texts do not change.
       matplotlib.rcParams['font.family'] = [*families, entry.name]
-      # Titles are bold, and matplotlib warns where a family has no such font.
+      # Titles are bold, and matplotlib warns if a family has no bold font.
       bold = dataclasses.replace(entry, weight=700)
       font_manager.fontManager.ttflist.append(bold)
     return character
-  # So that two names differ, which would both be boxes.
+  # Return an escape rather than a box, so that different names look different.
   return character.encode('unicode_escape').decode()
 
 
 def plain(text: str) -> str:
-  """Returns text for titles and labels; doing so twice changes nothing.
+  """Returns text for titles and labels; a second call changes nothing.
 
-  What no font has is written as in Python, such as `\\u6f22`, and what cannot
-  be seen becomes □. Dollars are escaped: matplotlib would read what is between
-  two of them as mathematics.
+  Characters that no font has are written as in Python, such as `\\u6f22`, and
+  invisible ones become □. Dollars are escaped, as matplotlib would read the
+  text between two of them as mathematics.
   """
   shown = ''.join(map(_shown, text))
   return shown.replace(r'\$', '$').replace('$', r'\$')

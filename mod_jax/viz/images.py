@@ -1,9 +1,9 @@
 """Where a vision model spends its compute: pictures over pictures.
 
-Shapes: B images, at most eight, of H x W pixels, R blocks, S pruning stages, L
+Shapes: B images, at most eight, of H x W pixels; R blocks; S pruning stages; L
 patches, numbered row by row from the top left, without a class token. `images`
-are uint8 RGB, `grid` is the rows and columns of patches, `layers` and `blocks`
-are numbers of blocks, counted from 0, and `labels` a text for each image.
+are uint8 RGB, `grid` is (rows, columns) of patches, `layers` and `blocks` are
+the numbers of blocks, counted from 0, and `labels` a text for each image.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ import numpy as np
 
 from mod_jax.viz import glyphs, style
 
-VEIL = 0.85  # Opacity of the grey over a patch that passes by.
+VEIL = 0.85  # Opacity of the grey over a patch that skips the block.
 HEAT = colormaps['viridis']  # Perceptually uniform.
-OVERLAY = 0.72  # Opacity of colours that lie on a picture.
+OVERLAY = 0.72  # Opacity of colours over a picture.
 _GREY = 150
 
 
@@ -40,8 +40,8 @@ def patch_maps(
 ) -> Figure:
   """Draws the patches that each routed block processed, a row per image.
 
-  The image stands at the left; then, for each routed block, the image with the
-  skipped patches hatched in grey and the processed ones outlined.
+  The image is at the left; then follows, for each routed block, the image with
+  the skipped patches hatched in grey and the processed ones outlined.
   """
   subtitle = (
     f'Routed blocks: {len(layers)} of {num_layers}, with'
@@ -70,7 +70,7 @@ def token_stages(
 ) -> Figure:
   """Draws the patches that are left after each stage, a row per image.
 
-  `blocks` are those before which the stages prune.
+  `blocks` has for each stage the block before which it prunes.
   """
   subtitle = (
     'Patches are removed just before the named blocks, for good. Outlined:'
@@ -91,8 +91,8 @@ def merged_patches(
 ) -> Figure:
   """Draws which patches are one token after each block, a row per image.
 
-  Patches of equal `place_RBL` are one token: all of them have the mean colour
-  of their pixels, and lines are drawn between different tokens.
+  Patches of equal `place_RBL` are one token. They are drawn in the mean colour
+  of all their pixels, with lines between different tokens.
   """
   images_BHWC = np.asarray(images_BHWC)
   place_BRL = np.moveaxis(np.asarray(place_RBL), 0, 1)
@@ -141,9 +141,9 @@ def attention_maps(
 ) -> Figure:
   """Draws the attention that each patch receives: a row per block.
 
-  The image stands at the left of each row, then a map for each of H heads. The
-  heads of a block share one colour scale. A few values far above all others do
-  not stretch it; the colour bar then ends in an arrow.
+  The image is at the left of each row, then follows a map for each of H heads.
+  The heads of a block share one colour scale. If a few values are far above all
+  others, the scale ends below them, and its colour bar in an arrow.
   """
   image_HWC, maps_RHL = np.asarray(image_HWC), np.asarray(maps_RHL, float)
   norms = [_heat_norm(map_HL) for map_HL in maps_RHL]
@@ -177,7 +177,10 @@ def keep_probability(
   count: int,
   title: str = 'How probably each patch is kept',
 ) -> Figure:
-  """Draws the share of `count` images that keep a patch: a map per stage."""
+  """Draws for each stage a map: the share of images that keep each patch.
+
+  `mean_SL` are the shares, of `count` images.
+  """
   norm = Normalize(0, 1)
   heat = {'cmap': HEAT, 'norm': norm}
   body, axes_R, _ = image_grid(
@@ -203,9 +206,9 @@ def load_map(
   unit: str,
   title: str,
 ) -> Figure:
-  """Draws each image beside the same with the load of its patches as colour.
+  """Draws each image, and beside it a copy with its patches' load as colour.
 
-  `unit` says what the load, 0 or more, is measured in.
+  The load is 0 or more; `unit` names the load in the texts.
   """
   images_BHWC, load_BL = np.asarray(images_BHWC), np.asarray(load_BL)
   norm = Normalize(0, float(load_BL.max()) or 1.0)
@@ -216,7 +219,7 @@ def load_map(
   ):
     load = load_L.reshape(grid), heat
     pairs += [[(image_HWC, {})], [(greyed(image_HWC), {}), load]]
-    # Over the pair, which is as wide as two lines of it.
+    # Write the label above the pair of pictures, in at most two lines.
     label = glyphs.plain(label)
     above += [textwrap.fill(label, 22, max_lines=2, placeholder='…'), '']
     below += ['', f'{load_L.mean():.3g} on average']
@@ -247,9 +250,10 @@ def compute_extremes(
 ) -> Figure:
   """Draws the cheapest and the dearest images with the load of their patches.
 
-  First up to `count` of the cheapest, from the very cheapest on, then as many
-  of the dearest; of equal ones the first, and none twice. Loads are shares of
-  all learners, of an image and of each of its patches; here B is any number.
+  First come up to `count` of the cheapest, the very cheapest first, then as
+  many of the dearest, the very dearest first. Images of equal load keep their
+  order, and none is drawn twice. Loads are shares of all learners, of an image
+  (`load_B`) and of each of its patches (`load_BL`). B may be any number here.
   """
   load_B, total = np.asarray(load_B), len(load_B)
   count = min(count, total // 2 or 1)
@@ -258,7 +262,7 @@ def compute_extremes(
     order = np.argsort(sign * load_B, kind='stable').tolist()
     new = [b for b in order if b not in chosen][:count]
     for rank, b in enumerate(new, 1):
-      # As the captions below and the scale have it: a share, no percentage.
+      # Write a share, not a percentage, as the captions and the scale do.
       text = f'{name} {rank}: {load_B[b]:.3g}'
       texts.append(f'{text} · {labels[b]}' if len(labels) else text)
       chosen.append(b)
@@ -287,19 +291,20 @@ def image_grid(
 ) -> tuple[SubFigure, list[Axes], np.ndarray]:
   """Draws rows of pictures, each row in axes of its own, in units of patches.
 
-  A tile is the layers of a picture: pixels, or a number for each patch, and how
-  `imshow` draws them. By row and column, texts stand `above` and `below`; rows
-  of texts may lack, and `labels` stand at the left. `aspect` is that of a
-  patch. After `group` columns the gap is wider; with `scale` there is room for
-  a colour scale. Returns a part of the figure, the axes of each row, and where
-  each column begins. (Axes for each picture would take constrained layout many
-  seconds.)
+  `tiles` has by row and column the layers of a picture, each an array of pixels
+  (or of a number for each patch) and the keywords of `imshow`. `above` and
+  `below` are texts by row and column, of which rows may be missing; `labels`
+  are texts at the left of rows. `aspect` is the height of a patch over its
+  width. The gap is wider after every `group` columns; `scale` leaves room for a
+  colour scale. Returns a part of the figure, the axes of each row, and the x at
+  which each column begins. (With axes for each picture, constrained layout
+  would take many seconds.)
   """
   rows, columns = len(tiles), max(map(len, tiles))
   high, wide = grid
   start_C = np.arange(columns) * 1.07 + np.arange(columns) // group * 0.1
   start_C = start_C * wide
-  # Inches; a letter is 0.064 wide, a line 0.14 high.
+  # All sizes are in inches; a letter is 0.064 wide, a line 0.14 high.
   lines = [text.split('\n') for row in (*above, *below) for text in row]
   longest = max(map(len, itertools.chain(*lines)))
   least = max(0.75, 0.064 * longest) if group > columns else 0.75
@@ -307,9 +312,10 @@ def image_grid(
   beside = 0.2 + 0.5 * scale
   if len(labels):
     beside += 0.1 + 0.06 * min(18, max(map(len, labels)))
-  across = (start_C[-1] + wide) / wide  # In pictures, gaps included.
+  # Width of a row as a multiple of a picture's, gaps included.
+  across = (start_C[-1] + wide) / wide
   width = max(4.0, cell * across + beside)
-  # Pictures take the width that there is; their rows must be as high.
+  # Pictures fill the width, which determines the height of a row.
   cell = (width - beside) / across
   over, under = (
     max((text.count('\n') + 1 for row in texts for text in row), default=0)
@@ -327,7 +333,7 @@ def image_grid(
         axes.imshow(
           values,
           extent=(start, start + wide, high, 0),
-          # Patches have hard edges; a photograph is made smaller without moiré.
+          # Draw patches with hard edges, and photographs without moiré.
           interpolation='nearest' if 'cmap' in how else 'auto',
           **how,
         )
@@ -341,7 +347,7 @@ def image_grid(
         points = {'xytext': (0, 3 if y == 0 else -3), 'va': va}
         points['textcoords'] = 'offset points'
         axes.annotate(text, (start, y), gid=va, **points, **look)
-    # Without the anchor the layout would leave too little room for labels.
+    # Without this anchor, the layout would leave too little room for labels.
     axes.set(
       xlim=(0, start_C[-1] + wide), ylim=(high, 0), aspect=aspect, anchor='W'
     )
@@ -360,16 +366,17 @@ def image_grid(
 def greyed(image_HWC) -> np.ndarray:
   """Returns a uint8 image in light grey, each channel from 0.4 to 1.
 
-  All colour over it is then what was drawn there, and one colour looks alike
-  over dark and bright parts.
+  So all colour over the image is drawn, and looks alike over its dark and
+  bright parts.
   """
   grey_HW = 0.4 + 0.6 * (image_HWC @ [0.299, 0.587, 0.114]) / 255
   return np.repeat(grey_HW[..., None], 3, axis=-1)
 
 
 def over_pixels(value_L, grid: tuple[int, int], image_HWC) -> np.ndarray:
-  """Returns the value of the patch of each pixel, [H, W, 1]."""
-  # Sides that are no multiples of the grid's are padded up to the next one.
+  """Returns for each pixel the value of its patch, [H, W, 1]."""
+  # A side that is no multiple of the number of patches was padded by the model
+  # up to the next multiple.
   y_H, x_W = (
     np.arange(pixels) // math.ceil(pixels / count)
     for pixels, count in zip(image_HWC.shape[:2], grid, strict=True)
@@ -378,14 +385,14 @@ def over_pixels(value_L, grid: tuple[int, int], image_HWC) -> np.ndarray:
 
 
 def veiled(image_HWC, seen_L, grid: tuple[int, int]) -> np.ndarray:
-  """Returns an image under a grey veil but for the patches that are seen."""
+  """Returns an image with all patches faded to grey except the seen ones."""
   veiled_HWC = (1 - VEIL) * image_HWC + VEIL * _GREY
   seen_HW1 = over_pixels(seen_L, grid, image_HWC) > 0
   return np.where(seen_HW1, image_HWC, veiled_HWC.round().astype(np.uint8))
 
 
 def _masked(images_BHWC, seen_CBL, grid, above, labels, title, subtitle):
-  """Draws a row per image: as it is, then with each of C masks."""
+  """Draws a row per image: the image, then the image under each of C masks."""
   images_BHWC = np.asarray(images_BHWC)
   seen_BCL = np.moveaxis(np.asarray(seen_CBL) > 0, 0, 1)
   length = math.prod(grid)
@@ -408,14 +415,14 @@ def _masked(images_BHWC, seen_CBL, grid, above, labels, title, subtitle):
   for axes, seen_CL in zip(axes_B, seen_BCL, strict=True):
     for start, seen_L in zip(start_C[1:], seen_CL, strict=True):
       _outline(axes, start, seen_L.reshape(grid))
-      # On small patches the hatches would be all that is seen.
+      # Small patches are not hatched, as hatches would cover them completely.
       if patch_inches(len(start_C), grid) > 0.1:
         _hatch(axes, start, ~seen_L.reshape(grid))
   return body.get_figure(root=True)
 
 
 def _hatch(axes, start, hidden_YX):
-  """Hatches patches, since an image may be as grey as the veil."""
+  """Hatches hidden patches, since the image itself may be grey."""
   y_N, x_N = np.nonzero(hidden_YX)
   corners_N12 = np.stack([start + x_N, y_N], axis=-1)[:, None]
   corners_N42 = corners_N12 + np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
@@ -425,13 +432,13 @@ def _hatch(axes, start, hidden_YX):
 
 
 def _outline(axes, start, seen_YX):
-  """Draws a line between seen patches and all else."""
+  """Draws a line around the seen patches."""
   lines = LineCollection(
     _borders(np.pad(seen_YX, 1)) + (start - 1, -1),
     colors=style.CHOSEN,
     linewidths=float(np.clip(6 / seen_YX.shape[1], 0.7, 1.5)),
     capstyle='projecting',
-    # Over the frame, also where the patch is at the image's edge.
+    # Draw over the frame, also at patches at the edge of the image.
     clip_on=False,
     zorder=2.6,
     gid='outline',
@@ -440,7 +447,7 @@ def _outline(axes, start, seen_YX):
 
 
 def _borders(cell_YX):
-  """Returns the lines [N, 2, 2] of x and y where cells differ that meet."""
+  """Returns the lines [N, ends, (x, y)] between adjacent cells that differ."""
   y_N, x_N = np.nonzero(np.diff(cell_YX, axis=1))
   down_N4 = np.stack([x_N + 1, y_N, x_N + 1, y_N + 1], axis=-1)
   y_N, x_N = np.nonzero(np.diff(cell_YX, axis=0))
@@ -449,7 +456,10 @@ def _borders(cell_YX):
 
 
 def _heat_norm(value_HL):
-  """Returns a norm from 0, and `extend` of a scale without a few outliers."""
+  """Returns a norm from 0 that leaves out a few outliers, and its `extend`.
+
+  `extend` is the keyword of a colour bar: 'max' if values were left out.
+  """
   low, high = min(0.0, float(value_HL.min())), float(value_HL.max())
   most = float(np.quantile(value_HL, 0.99, method='higher'))
   clipped = most > 0 and high > 1.5 * most
@@ -460,7 +470,7 @@ def _heat_norm(value_HL):
 
 
 def patch_inches(columns: int, grid: tuple[int, int]) -> float:
-  """Returns about how wide a patch is on a sheet of so many columns."""
+  """Returns about how wide a patch is, in inches, given columns of pictures."""
   return min(10 / columns, 1.7) / max(grid)
 
 

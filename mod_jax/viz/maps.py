@@ -1,9 +1,9 @@
 """Where a model spends its compute: cells over depth and position in a text.
 
 Shapes: R blocks, L tokens. `pieces` is the text of each token, `layers` are the
-numbers of the R blocks, counted from 0, and `num_layers` those of the model. A
-long text is wrapped over several panels; in each, a row is a block, the first
-at the bottom.
+numbers of the R blocks, counted from 0, and `num_layers` is the number of
+blocks of the model. A long text is wrapped over several panels; in each, a row
+is a block, the first at the bottom.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ import numpy as np
 
 from mod_jax.viz import glyphs, style
 
-TRACK = '#F6F6F6'  # A block's row, where nothing is drawn.
-COUNT_ROW = -1.25  # Where the cells stand that count over blocks.
-COLUMNS = 64  # Tokens of a panel.
+TRACK = '#F6F6F6'  # Background of a block's row of cells.
+COUNT_ROW = -1.25  # Height y of the cells that count over blocks.
+COLUMNS = 64  # Most tokens of a panel.
 _WEIGHTS = colormaps['RdBu']  # Blue: added. Red: subtracted. White: nothing.
 _EDGE = {'edgecolor': '#444444', 'linewidth': 0.5}
 
@@ -45,8 +45,9 @@ def routing_map(
 ) -> Figure:
   """Draws which tokens each routed block processed, with the text below.
 
-  The row below the blocks counts those that processed a token. `weights_RL` are
-  the factors on the blocks' updates, which are then shown as colours.
+  The row below the blocks counts the routed blocks that processed a token.
+  `weights_RL` are the factors on the blocks' updates, shown as colours if
+  given.
   """
   layers, chosen_RL = list(layers), np.asarray(chosen_RL) > 0
   count_L = chosen_RL.sum(axis=0)
@@ -64,10 +65,10 @@ def routing_map(
   if weights_RL is not None:
     weights_RL = np.ma.masked_invalid(np.asarray(weights_RL, float))
     size = np.abs(weights_RL[chosen_RL].compressed())
-    # A few large weights shall not wash out the others.
+    # Limit the scale, so that a few large weights do not make all others pale.
     limit = float(np.quantile(size, 0.98)) if size.any() else 1.0
     norm, cmap = Normalize(-limit, limit), _WEIGHTS.with_extremes(bad='black')
-    # An outline, since a weight near 0 is as white as the paper.
+    # Outline cells, since a weight near 0 is as white as the background.
     colors, look = {'norm': norm, 'cmap': cmap, **_EDGE}, _EDGE
   for axes, start, end in panels:
     r_N, c_N = np.nonzero(chosen_RL[:, start:end])
@@ -105,9 +106,9 @@ def token_load(
   unit: str,
   title: str,
 ) -> Figure:
-  """Draws a text, and over each token the compute that each block gave it.
+  """Draws a text, and above each token its compute in each block.
 
-  The shares are from 0 to 1; `unit` says of what they are.
+  The compute is a share from 0 to 1; `unit` labels its scale.
   """
   share_RL, norm = np.asarray(share_RL), Normalize(0, 1)
   body, panels = text_panels(
@@ -142,22 +143,23 @@ def text_panels(
   least: float = 0.085,
   gid: str = '',
 ) -> tuple[SubFigure, list[Panel]]:
-  """Returns a figure's part, and in it panels of a text under rows of blocks.
+  """Returns a part of a figure, and its panels: rows of blocks above a text.
 
-  Rows in `apart` are not of the dense blocks' colour, and drawn with `gid`; a
-  row of a deep model is `least` inches high.
+  `blocks` are the numbers of the blocks, and `apart` the indices of the rows
+  that get the colour `TRACK` and the name `gid`, unlike those of dense blocks.
+  A row is at least `least` inches high.
   """
   shown = [glyphs.display_piece(piece) for piece in pieces]
   longest = max(map(len, shown))
   row = float(np.clip(1.7 / len(blocks), least, 0.16))
   count = -(-len(shown) // COLUMNS)
   high = count * (row * (len(blocks) + 1.5) + 0.45)
-  # One low panel is as high as colour scales with all their numbers.
+  # A single panel must be as high as a colour scale with all its numbers.
   high = max(1.9, high) + 0.07 * longest * count
   body = style.new_figure(11.2, high, title, subtitle)
   panels = []
   step = next(step for step in (1, 2, 4, 8, 16, 32) if step * row > 0.12)
-  # Blocks that stand apart have numbers rather than those between them.
+  # If not every row gets a number, the first one in `apart` does.
   numbered = range(min(apart, default=0) % step, len(blocks), step)
   for i, axes in enumerate(body.subplots(count, squeeze=False)[:, 0]):
     start, end = i * COLUMNS, min((i + 1) * COLUMNS, len(shown))
@@ -168,7 +170,7 @@ def text_panels(
     glyphs.write_pieces(axes.get_xticklabels())
     turn = 90 if longest > 1 else 0
     axes.tick_params(axis='x', rotation=turn, pad=1, colors=style.INK)
-    # Positions stand above, as ticks of their own.
+    # Write positions above the panel, as minor ticks.
     axes.xaxis.remove_overlapping_locs = False
     positions = range(-(-start // 8) * 8, end, 8)
     axes.set_xticks(positions, positions, minor=True)
@@ -186,7 +188,7 @@ def text_panels(
 
 
 def cells(axes, x_N, y_N, *, wide=0.86, **look) -> None:
-  """Adds a rectangle around each of N places, in one collection."""
+  """Adds a rectangle around each of N points (x, y), as one collection."""
   corner_42 = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * (wide / 2, 0.42)
   corners_N42 = np.stack([x_N, y_N], axis=-1)[:, None] + corner_42
   cells_N = PolyCollection(corners_N42, zorder=2, **look)
@@ -194,7 +196,7 @@ def cells(axes, x_N, y_N, *, wide=0.86, **look) -> None:
 
 
 def draw_counts(body, panels, count_L, label) -> None:
-  """Draws under the blocks how many of them there are for each token."""
+  """Draws below the blocks a row with a number of blocks for each token."""
   most = max(1, int(count_L.max()))
   shades = colormaps['Greens'](np.linspace(0.25, 0.85, most))
   cmap = ListedColormap(np.concatenate([[[1, 1, 1, 1]], shades]))

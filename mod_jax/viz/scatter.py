@@ -1,4 +1,4 @@
-"""Numbers against numbers: importance and scores, accuracy, loss, compute."""
+"""Scatter plots: importance and scores, accuracy, loss, compute."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import itertools
@@ -16,14 +16,15 @@ import numpy as np
 
 from mod_jax.viz import glyphs, style
 
-_NAMED = 24  # More points than this are not named in the plot.
-# Where a name may stand: points from its marker, and the direction. The nearest
-# first, and straight above before beside, where lines run.
+_NAMED = 24  # If there are more points than this, none is named in the plot.
+# Places for a name: distance from its marker in points, and direction. They are
+# tried in this order: the nearest first, and above before beside, where lines
+# run.
 _SIDES = ((0, 1), (0, -1), (1, 0), (-1, 0))
 _SLANTS = ((0.7, 0.7), (-0.7, 0.7), (0.7, -0.7), (-0.7, -0.7))
 _PLACES = tuple(itertools.product((8, 14, 24, 36, 52), (*_SIDES, *_SLANTS)))
-_NEAR = 14  # Names further away are tied to their markers.
-# The first group, which is the dense one as a rule, is black.
+_NEAR = 14  # Names further away are connected to their markers by a line.
+# The first group, usually that of dense models, is black.
 _GROUPS = (style.INK, *style.SERIES_COLORS[:-1])
 
 
@@ -38,8 +39,9 @@ def importance_scatter(
   """Draws the importance of N tokens against their scores, a panel per block.
 
   `correlations` have, for each of the R blocks in `layers`, `pearson`,
-  `pearson_p`, `spearman` and `spearman_p`, NaN where one side is constant. A
-  line fitted by least squares shows the trend where there is one to fit.
+  `pearson_p`, `spearman` and `spearman_p`, NaN if scores or importances are
+  constant. If scores are not constant, a line fitted by least squares shows the
+  trend.
   """
   body, panels = style.panels(
     title,
@@ -76,7 +78,7 @@ def _correlation(values, name, symbol) -> str:
   value, p = values[name], values[f'{name}_p']
   if math.isnan(value):
     return f'{name.title()} undefined: one side is constant'
-  # Below 1e-300 p is no longer a float.
+  # A p that is far below 1e-300 underflows to 0.
   shown = f'{p:.3f}' if p >= 0.001 else f'{p:.0e}'
   p_value = f'p = {shown}' if p else 'p < 1e-300'
   return f'{name.title()} {symbol} = {value:.2f} ({p_value})'
@@ -93,10 +95,11 @@ def accuracy_flops(
 
   A point has `flops`, in the unit that `xlabel` names, and `accuracy`, and may
   have `name`, `group`, and `spread`: how far the error bar reaches down and up,
-  a pair, or a number for both. Those of a group are joined in the order of
-  their compute. Up to 24 points are named beside their markers, wherever there
-  is room. `pareto` draws the frontier of the models that no other model beats:
-  none has as few FLOPs and a higher accuracy, or fewer and as high a one.
+  a pair, or a number for both. Lines join the points of a group in the order of
+  their compute. If there are at most 24 points, they are named beside their
+  markers, as far as there is room. `pareto` draws the frontier of the models
+  that no other model beats, by more accuracy at no more FLOPs or fewer FLOPs at
+  no less accuracy.
   """
   groups = {}
   for point in points:
@@ -132,7 +135,7 @@ def accuracy_flops(
       ls=':',
       lw=1.4,
       zorder=1,
-      # Alone it is no line.
+      # A single point is no line, so mark it by a ring.
       marker='o' if len(front) == 1 else None,
       ms=12,
       markerfacecolor='none',
@@ -140,7 +143,7 @@ def accuracy_flops(
       gid='pareto',
     )
   if len(groups) > 1 or any(groups) or pareto:
-    # Not as matplotlib finds them, which leaves out names such as `_x`.
+    # Matplotlib's own list would leave out names such as `_x`.
     handles = [line for line in axes.lines if line.get_gid()]
     style.key(body, handles, 'outside right upper')
   style.ticks(axes.xaxis, 7)
@@ -153,7 +156,7 @@ def accuracy_flops(
 def frontier(points: Iterable[Mapping]) -> list[Mapping]:
   """Returns the points that no other beats, by ascending `flops`.
 
-  Points are those of `accuracy_flops`; of equal ones the first stays.
+  Points are as in `accuracy_flops`; of equal points only the first is returned.
   """
   front = []
   for point in sorted(points, key=lambda p: (p['flops'], -p['accuracy'])):
@@ -170,9 +173,9 @@ def seed_dots(
 ) -> Figure:
   """Draws a panel per group, a row per kind of run and a dot per run.
 
-  `groups` has the numbers of the runs by the names of groups and kinds; kinds
-  without runs are left out. A bar marks the mean of a row. Panels have axes of
-  their own, since numbers of different groups need not be comparable.
+  `groups` has by the names of a group and of a kind a number for each run;
+  kinds without runs are left out. A bar marks the mean of a row. Each panel has
+  its own x-axis, since numbers of different groups need not be comparable.
   """
   groups = {
     group: {name: values for name, values in rows.items() if len(values)}
@@ -196,9 +199,9 @@ def seed_dots(
       axes.plot(statistics.mean(values), i, ls='', gid='mean', **bar)
     axes.set_yticks(range(len(rows)), map(style.shortened, rows))
     axes.tick_params(axis='y', length=0, labelcolor=style.INK)
-    axes.set_ylim(len(rows) - 0.4, -0.6)  # The first on top.
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # The first row on top.
   if panels:
-    # At the right, where a long one has room to its left.
+    # At the right, where a long label has room to its left.
     panels[-1].set_xlabel(style.shortened(xlabel, 60), loc='right')
   return body.get_figure(root=True)
 
@@ -210,15 +213,16 @@ def isoflop(
 ) -> Figure:
   """Draws losses over sizes, and over the FLOPs of a forward pass.
 
-  A colour per group, a marker per budget, a dot per run; a line is the fitted
-  parabola, its ring the minimum with the interval of both coordinates. Figure 4
-  of Raposo et al. 2024.
+  Groups have colours, budgets markers, and a dot is a run. A line is the fitted
+  parabola, its ring the minimum, with the interval of both coordinates. Figure
+  4 of Raposo et al. 2024.
 
-  A curve has `group`, `budget`, `params` and `loss` of its runs; `flops` of a
-  forward pass, relative to the best dense model's, where there is one. One with
-  a minimum also has `line`, `minimum` and `interval`, pairs of parameters and
-  losses; `flops_line`, `flops_minimum` and `flops_interval` are the abscissae
-  of these in the other panel.
+  A curve has `group`, `budget`, and the `params` and `loss` of its runs. If
+  there is a best dense model, it also has `flops`, those of the runs' forward
+  passes relative to that model's. A curve with a minimum has `line`, `minimum`
+  and `interval`, pairs of parameters and losses, and with `flops` also
+  `flops_line`, `flops_minimum` and `flops_interval`, the FLOPs in place of
+  these parameters.
   """
   curves = [curve for curve in curves if len(curve['loss'])]
   groups = list(dict.fromkeys(curve['group'] for curve in curves))
@@ -272,7 +276,7 @@ def isoflop(
 
 
 def _draw_curve(axes, curve, color, marker, prefix, x_I):
-  """Draws a curve in one of the panels, whose names begin with `prefix`."""
+  """Draws a curve in one panel; `prefix` begins the names of its x-values."""
   runs = {'ls': '', 'ms': 4, 'alpha': 0.55, 'mew': 0, 'gid': 'run'}
   axes.plot(x_I, curve['loss'], color=color, marker=marker, **runs)
   if 'line' not in curve or (prefix and 'flops_line' not in curve):
@@ -301,14 +305,14 @@ def engagement(
   """Draws entropies by the number of blocks, and the tokens at both ends.
 
   `groups` are entropies of predictions in nats, by how many of the routed
-  blocks processed the token; `pieces` have the mean share of the routed blocks
-  that process a piece of text, of which `listed` are shown at either end;
-  `facts` stand above the first panel.
+  blocks processed the token. `pieces` has, by piece of text, the mean share of
+  the routed blocks that process it; the `listed` pieces with the largest share
+  and as many with the smallest are drawn. `facts` are above the first panel.
   """
   names = sorted(pieces, key=lambda name: -pieces[name])
   places = dict(enumerate(names))
   if len(names) > 2 * listed:
-    # An empty row parts the two ends.
+    # Leave an empty row between the two ends.
     ends = [*names[:listed], None, *names[-listed:]]
     places = {i: name for i, name in enumerate(ends) if name is not None}
   body, (left, right) = style.panels(
@@ -376,7 +380,8 @@ def _draw_group(axes, index, group, points):
 def _name_points(figure, axes, groups):
   """Writes names beside markers, clear of markers and of other names.
 
-  A name for which there is no room is left out; one over a line comes second.
+  Places that cross no line are preferred. A name without a free place is left
+  out.
   """
   figure.draw_without_rendering()  # The places depend on the layout.
   frame, reach = axes.get_window_extent(), 4.5 * figure.dpi / 72
@@ -406,7 +411,7 @@ def _name_points(figure, axes, groups):
         zorder=4,
         gid='name',
       )
-      # Names have their places; the layout shall not change for them.
+      # Names are placed for this layout, so they must not change it.
       text.set_in_layout(False)
       free = []
       for rank, place in enumerate(_PLACES):
@@ -422,7 +427,7 @@ def _name_points(figure, axes, groups):
 
 
 def _put(text, distance, toward) -> Bbox:
-  """Puts a name so many points from its marker; returns what it covers."""
+  """Puts a name `distance` points from its marker; returns its rectangle."""
   x, y = np.sign(toward).astype(int)
   text.set(
     position=np.array(toward) * distance,
@@ -431,5 +436,5 @@ def _put(text, distance, toward) -> Bbox:
   )
   text.arrow_patch.set_visible(distance > _NEAR)
   text.update_positions(text.get_figure(root=True).canvas.get_renderer())
-  # At another resolution hinting makes it a little wider.
+  # At another resolution, hinting makes the text a little wider.
   return Text.get_window_extent(text).expanded(1.06, 1.1)

@@ -7,7 +7,7 @@ import numpy as np
 
 from mod_jax.viz import glyphs, style
 
-_LETTER = 0.075  # Inches that a letter takes.
+_LETTER = 0.075  # Width of a letter in inches.
 
 
 def load_over_time(
@@ -21,11 +21,11 @@ def load_over_time(
 ) -> Figure:
   """Draws the load of each frame above the spectrogram of each recording.
 
-  `recordings` are samples [T], `rate` a second, the load of the frames [L] in
-  `unit`, a text above them, and the letters that are heard, each with the
-  number of its frame, which stand below.
+  Each of `recordings` has samples [T], `rate` per second; the load of its
+  frames [L], in `unit`; the text to write above it; and the letters that were
+  recognised, with the index of each one's frame, to write below it.
   """
-  # Imported here, since it is heavy.
+  # Imported only here, since SciPy takes long to import.
   from scipy import signal
 
   longest = max(len(samples_T) for samples_T, *_ in recordings) / rate
@@ -60,7 +60,7 @@ def load_over_time(
       extent=(0, seconds, 0, rate / 2000),
     )
     below.set(xlabel='seconds', ylabel='kHz')
-    # Letters are ticks, so that there is room for them above the seconds.
+    # Draw letters as minor ticks, for which the layout leaves room.
     least = _LETTER * seconds / (width - 0.8)
     below.xaxis.remove_overlapping_locs = False
     letters = [glyphs.display_piece(letter) for letter, _ in heard]
@@ -75,7 +75,7 @@ def load_over_time(
 
 
 def _apart(places: Sequence[float], widths: Sequence[float]) -> list[float]:
-  """Returns rising middles of texts, moved on where two would meet."""
+  """Returns the middles of texts, moved right as far as texts would overlap."""
   moved, end = [], -np.inf
   for place, width in zip(places, widths, strict=True):
     moved.append(max(place, end + width / 2))

@@ -1,4 +1,4 @@
-"""Colours, and what every figure starts from.
+"""Colours, and functions that all figures use.
 
 Colours are those of Okabe and Ito (2008), which remain distinct under the
 common kinds of colour blindness; markers differ too.
@@ -19,13 +19,13 @@ from matplotlib.ticker import MaxNLocator
 from mod_jax.viz import glyphs
 
 CHOSEN = '#0072B2'  # Tokens that a routed block processed.
-PASSED = '#CFCFCF'  # Tokens that passed it by.
+PASSED = '#CFCFCF'  # Tokens that skipped the block.
 DENSE = '#E9E9E9'  # Blocks that process every token.
 INK = '#1A1A1A'
 MUTED = '#666666'
 FAINT = '#BBBBBB'
 
-# Okabe and Ito's, but for the yellow, which is hard to see on white.
+# Colours of Okabe and Ito, except yellow, which is hard to see on white.
 SERIES_COLORS = (
   *('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9'),
   '#000000',
@@ -36,7 +36,7 @@ SERIES_MARKERS = ('o', 's', 'D', '^', 'v', 'P', 'X', '<', '>')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleStyle:
-  """How one rule of choosing tokens looks, in every figure."""
+  """The look of a routing rule, the same in every figure."""
 
   label: str
   color: str
@@ -57,17 +57,17 @@ _OTHERS = ('#56B4E9', '#8C6D31', '#637939', '#7B4173')
 
 
 def rule_style(rule: str) -> RuleStyle:
-  """Returns the style of a rule; one that the table lacks gets its own."""
+  """Returns the style of a rule, or makes one if the rule is not in `RULES`."""
   if rule in RULES:
     return RULES[rule]
-  # Not `hash`, which differs between runs.
+  # Not `hash`, which differs between processes.
   color = _OTHERS[sum(rule.encode()) % len(_OTHERS)]
   label = glyphs.plain(rule.replace('_', '-'))
   return RuleStyle(label=label, color=color, marker='P')
 
 
 def series_look(index: int) -> dict[str, Any]:
-  """Returns colour and marker, by number, of a line of hollow markers."""
+  """Returns the look of line number `index`, with hollow markers."""
   return {
     'color': SERIES_COLORS[index % len(SERIES_COLORS)],
     'marker': SERIES_MARKERS[index % len(SERIES_MARKERS)],
@@ -78,14 +78,16 @@ def series_look(index: int) -> dict[str, Any]:
 def new_figure(
   width: float, height: float, title: str, subtitle: str = ''
 ) -> SubFigure:
-  """Returns the part under the texts of a figure that pyplot never sees.
+  """Returns the part of a new figure that is below its title and subtitle.
 
-  Width and height are the part's, in inches; the texts make the figure higher.
+  pyplot does not manage the figure. `width` and `height` are those of the part,
+  in inches; the title and subtitle make the figure higher.
   """
   figure = Figure((width, height), facecolor='white', layout='constrained')
   FigureCanvasAgg(figure)
   figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
-  # Constrained layout sees only the highest of several texts above one part.
+  # Constrained layout leaves room for only one text above a part, so each text
+  # gets a part of its own.
   part = figure
   for text, look in (
     (title, {'size': 12, 'weight': 'bold', 'color': INK}),
@@ -114,11 +116,12 @@ def panels(
   grid: str = '',
   **how,
 ) -> tuple[SubFigure, list[Axes]]:
-  """Returns a figure's part and `count` axes, `columns` of them in a row.
+  """Returns the result of `new_figure`, and `count` axes, `columns` in a row.
 
   The figure has room for `lines` of text from top to bottom, and for `beside`
-  letters at the side. The labels are those of the outer axes, `grid` is that of
-  `clean`, and `how` goes to `subplots`. Without axes a note says so.
+  letters at the side. `xlabel` and `ylabel` are written at the outer axes only,
+  `grid` is an argument of `clean`, and `how` goes to `subplots`. If `count` is
+  0, a note says that there is nothing to show.
   """
   columns = min(columns, max(count, 1))
   rows = -(-count // columns) or 1
@@ -145,7 +148,7 @@ def panels(
 
 
 def heading(axes: Axes, text: str, facts: str = '') -> None:
-  """Writes a panel's title, and in smaller letters below it what it shows."""
+  """Writes a panel's title, and below it `facts` in smaller letters."""
   lines = len(facts.splitlines())
   axes.set_title(
     glyphs.plain(text), loc='left', fontsize=10, color=INK, pad=6 + 11 * lines
@@ -165,7 +168,7 @@ def heading(axes: Axes, text: str, facts: str = '') -> None:
 def key(
   part: Axes | SubFigure, handles: Sequence, loc='outside upper left', **how
 ) -> None:
-  """Explains what is drawn, in rows above it or in a column beside it."""
+  """Draws a legend, in rows above `part` or in a column beside it."""
   look = {'ncols': 1 if 'right' in loc else len(handles), 'borderpad': 0.2}
   look |= {'frameon': False, 'fontsize': 8.5, 'columnspacing': 1.4}
   part.legend(handles=handles, loc=loc, labelcolor=INK, **look | how)
@@ -183,7 +186,7 @@ def scale(
 ) -> None:
   """Draws a colour scale beside axes; its own axes are labelled `name`."""
   ticks = MaxNLocator(4, steps=[1, 2, 2.5, 5, 10])
-  # Beside a high figure, at its top.
+  # Beside a high figure, the scale is only at the top.
   high = part.get_figure(root=True).get_figheight()
   shrink = min(1, 2.2 / high) if len(axes) > 1 else 1
   place = {'shrink': shrink, 'anchor': (0, 1), 'pad': 0.015}
@@ -198,7 +201,7 @@ def scale(
 
 
 def ticks(axis, most: int, form='{x:.4g}', *, integer: bool = False) -> None:
-  """Gives an axis round ticks, `most` steps of them, written as `form` says."""
+  """Gives an axis round ticks, with at most `most` steps, written by `form`."""
   axis.set_major_locator(MaxNLocator(most, integer=integer))
   axis.set_major_formatter(form)
 
@@ -220,7 +223,8 @@ def quantity(count: float) -> str:
 def shortened(text: str, most: int = 40) -> str:
   """Returns one line of at most `most` characters."""
   text = ' '.join(str(text).split())
-  # Whole letters are cut: one that no font has is an escape of several.
+  # Cut before `plain`, which writes a letter that no font has as an escape of
+  # several characters: the escape must not be cut.
   for end in range(min(len(text), most), -1, -1):
     shown = glyphs.plain(text[:end] + ('…' if end < len(text) else ''))
     if len(shown.replace(r'\$', '$')) <= most:
@@ -236,7 +240,7 @@ def say(axes: Axes, text: str) -> None:
 
 
 def clean(axes: Axes, grid: str = '') -> None:
-  """Quietens the frame; `grid` names the axes that get lines: x, y or both."""
+  """Makes the frame faint; `grid` gives an axis grid lines: x, y or both."""
   axes.spines[['top', 'right']].set_visible(False)
   axes.spines[['left', 'bottom']].set_color(FAINT)
   axes.tick_params(colors=MUTED, labelsize=8, color=FAINT)
