@@ -4,10 +4,10 @@
     python train.py --config=configs/acm/lm.py --workdir=runs/acm_lm \\
       --config.init=runs/mod_dense
 
-The model of `configs/lm/dense.py`; phases as in `configs/acm/vit.py`. Variants:
-`ffn` splits its FFNs only; `mod` converts the routed model of
-`configs/lm/mod.py`, from a run of that (`--config.init=runs/mod`); `tiny` is
-for tests.
+`make twins` trains the model of `configs/lm/dense.py`; the phases are as in
+`configs/acm/vit.py`. Variants: `ffn` converts only its FFNs; `mod` converts the
+routed model of `configs/lm/mod.py`, from one of its runs
+(`--config.init=runs/mod`); `tiny` is for tests.
 """
 
 import dataclasses

@@ -11,9 +11,9 @@ all of them. To run a phase alone, give
 `--config.objective.phase=gates --config.init=RUN_OF_THE_PHASE_BEFORE`; to skip
 one, `--config.objective.gates.num_steps=0`.
 
-Variants: '' is ViT-B on ImageNet, the paper's recipe; `ffn` its FFNs only;
-`digits` the model of `configs/vit/digits.py`, in minutes; `digits_ffn`; `tiny`
-for tests.
+Variants: '' is ViT-B on ImageNet, the paper's recipe; `digits` is the model of
+`configs/vit/digits.py`, in minutes; `ffn` and `digits_ffn` convert only their
+FFNs; `tiny` is for tests.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def imagenet() -> ExperimentConfig:
 
 
 def digits() -> ExperimentConfig:
-  """The digits' dense model, converted in minutes."""
+  """Returns the conversion of the digits' dense model, in minutes."""
   return digits_recipe.experiment(
     'acm_digits',
     dataclasses.replace(digits_recipe.BACKBONE, adaptive=AdaptiveConfig()),
@@ -94,7 +94,7 @@ def digits() -> ExperimentConfig:
 
 
 def ffn(experiment: ExperimentConfig) -> ExperimentConfig:
-  """The same with adaptive FFNs only."""
+  """Returns the experiment with only its FFNs adaptive."""
   adaptive = AdaptiveConfig(replace=(FFNS,))
   model = dataclasses.replace(experiment.model, adaptive=adaptive)
   return dataclasses.replace(

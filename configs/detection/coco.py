@@ -9,9 +9,9 @@ fine-tunes the model of a Hugging Face folder on a folder with `train2017`,
 batches of 16. Pictures are mirrored, half of them cropped, resized, and padded
 to 1333 × 1333 pixels. Variants:
 
-* `amod`: blocks 1, 3, 5 of encoder and decoder on the half of the tokens, or
-  queries, and of the memory that got most attention;
-* `mod`: likewise, by learnt routers;
+* `amod`: blocks 1, 3, 5 of encoder and decoder process the half of the tokens,
+  or queries, and of the memory that got most attention;
+* `mod`: likewise, chosen by learnt routers;
 * `tiny`: the architecture at the smallest sizes, on scenes, for tests.
 """
 
@@ -73,7 +73,7 @@ def routed(name: str, routing) -> ExperimentConfig:
 
 
 def tiny() -> ExperimentConfig:
-  """The backbone in small, in seconds, for tests."""
+  """Returns a small version with a ResNet that takes seconds, for tests."""
   small = scenes.tiny(scenes.dense())
   backbone = ResNetConfig(stem=4, depths=(1, 1), widths=(2, 4))
   model = dataclasses.replace(small.model, backbone=backbone, patch_size=1)

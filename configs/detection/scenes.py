@@ -4,12 +4,12 @@
     python train.py --config=configs/detection/scenes.py:amod \\
       --workdir=runs/boxes_amod
 
-trains a small DETR from nothing, with a convolutional stem, to find all digits
-of a scene: one to three, of 14 to 24 of the 64 pixels. Variants:
+trains a small DETR from scratch, with a convolutional stem, to find all digits
+of a scene of 64 pixels: one to three digits of 14 to 24 pixels. Variants:
 
-* `amod`: every other block of encoder and decoder on the half of the tokens, or
-  queries, and of the memory that got most attention;
-* `mod`: likewise, by learnt routers;
+* `amod`: every other block of encoder and decoder processes the half of the
+  tokens, or queries, and of the memory that got most attention;
+* `mod`: likewise, chosen by learnt routers;
 * `tiny`: the dense model in seconds, for tests; also `amod_tiny`, `mod_tiny`.
 """
 
@@ -39,7 +39,7 @@ MODEL = DETRConfig(
   dropout=0.0,
   place_tokens=True,
   place_temperature=20.0,
-  # With 1, boxes are learnt well before any class is.
+  # With a weight of 1, boxes are learnt long before classes are.
   class_weight=4.0,
 )
 AMOD = VisionRoutingConfig(capacity=0.5)
@@ -72,7 +72,7 @@ def routed(name: str, routing: VisionRoutingConfig) -> ExperimentConfig:
 
 
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
-  """A small version in seconds, for tests."""
+  """Returns a small version that takes seconds, for tests."""
   scenes = SceneConfig(scales=(1, 1.5), num_train=32, num_eval=8)
   data = DetectionDataConfig(image_size=(32, 32), most=4, scenes=scenes)
   model = dataclasses.replace(

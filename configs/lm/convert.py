@@ -13,19 +13,20 @@ fifth of the steps. Variants:
 * `half`: 50%;
 * `routers`: as the default, but only the routers are trained;
 * `lora`: as the default, but only the routers are trained, and low-rank
-  adapters (LoRA) of the deeper half, where the routed blocks are; the dense
-  model's weights are in no checkpoint, but read from `init`;
+  adapters (LoRA) of the deeper half, where the routed blocks are; checkpoints
+  leave out the dense model's weights, which are read from `init`;
 * `distilled`: as the default, with the divergence from the dense model's
   predictions added to the loss;
 * `gaussian`: as the default, with random scores, a control;
 * `every_other`: every other block of all depths;
 * `tiny`: on the embedded text in seconds, for tests.
 
-The learning rates did well for a model of 135M parameters (docs/recipes.md);
-a larger one may want a lower `--config.optimizer.learning_rate`, by which all
-of them scale. Which blocks are routed mattered more than all else that was
-tried: `mod_jax.load(FOLDER).study('influence', data)` measures which turn the
-features least, and `--config.model.routing.layers='(12, 13)'` routes those.
+The learning rates did well for a model of 135M parameters (docs/recipes.md); a
+larger model may need a lower `--config.optimizer.learning_rate`, which scales
+all of them. The choice of the routed blocks mattered more than all else that
+was tried: `mod_jax.load(FOLDER).study('influence', data)` measures which blocks
+turn the features least, and `--config.model.routing.layers='(12, 13)'` routes
+the blocks 12 and 13.
 """
 
 import dataclasses
@@ -42,12 +43,12 @@ files = config_lib.sibling(__file__, 'files')
 ROUTERS = r'(^|/)(router|predictor)/'
 # Learning rates of all weights, of routers, and of adapters.
 RATE, ROUTERS_RATE, ADAPTERS_RATE = 3e-4, 1e-3, 1e-4
-# `complete` replaces it by the deeper half of the model's blocks.
+# `complete` replaces this pattern by one of the deeper half of the blocks.
 DEEPER = (r'block_[1-9]\d*/.*',)
 ROUTING = MoDConfig(
   capacity=0.125,
   **LIKE_DENSE,
-  first=1,  # `complete` replaces it by half of the model's blocks.
+  first=1,  # `complete` replaces 1 by half the number of the model's blocks.
   router_loss=0.01,
   threshold_decay=0.99,
 )
@@ -59,7 +60,8 @@ def convert(name: str, *, objective=None, rest=1.0, **routing):
   Args:
     name: suffix of the run's name.
     objective: an additional objective; None for the next token alone.
-    rest: factor on the learning rate of all but the routers; 0 freezes them.
+    rest: factor on the learning rate of all weights but the routers; 0 freezes
+      these weights.
     **routing: fields of `MoDConfig`.
   """
   learned = routing.get('score', 'learned') == 'learned'

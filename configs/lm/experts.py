@@ -10,7 +10,8 @@ one of them. No block is routed. All variants train for as many FLOPs as
   (Mixture-of-Depths-and-Experts);
 * `staged`: the blocks are routed as in `mod.py`, around attention and experts;
 * `two`: each token runs two experts, each half as large;
-* `expert_choice`: the experts choose tokens, two experts a token on average;
+* `expert_choice`: the experts choose tokens, so that a token has two experts on
+  average;
 * `tiny`: seconds, for tests; `tiny_staged` and `tiny_expert_choice` likewise.
 """
 

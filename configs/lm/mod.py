@@ -32,7 +32,8 @@ from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 
 BUDGET = 2.32e13  # Training FLOPs of a run, the same for its dense baselines.
-# Warm-up of a full run. It becomes a fraction, so it scales with `num_steps`.
+# Warm-up of a full run. Runs have it as a fraction of their steps, so that it
+# scales with `num_steps`.
 WARMUP_STEPS = 100
 ROUTING = MoDConfig(
   capacity=0.125, gate='sigmoid', router_loss=0.01, threshold_decay=0.99
@@ -130,7 +131,7 @@ VARIANTS = {
     name: functools.partial(variant, name, changes)
     for name, changes in CHANGES.items()
   },
-  # Four blocks, since of two only one is routed: nothing could fall.
+  # Four blocks: of two, only one is routed, so no capacity could fall.
   'decay': lambda: experiment(
     dataclasses.replace(ROUTING, capacity_decay=0.25), 'mod_decay', num_layers=4
   ),

@@ -13,7 +13,7 @@ Variants: `60m`, `220m` (the default), `480m`, `670m`, `1b`, `3b`, each also as
 `…_dense`; and of `220m`
 
 * `predictor`: the paper's alternative to the auxiliary loss;
-* `no_causal_rule`: neither of them;
+* `no_causal_rule`: neither the predictor nor the auxiliary loss;
 * `raw`: the gate exactly as in Eq. 1;
 * `gaussian`, `stride`: controls that route without looking at the tokens;
 * `capacity_25` to `capacity_95`, `every_block`, `every_block_50`: Figure 3;
@@ -42,8 +42,8 @@ from mod_jax.runs.checkpoints import CheckpointConfig
 from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 
-# Blocks, width, heads, devices along fsdp, and training FLOPs: that of the
-# paper's budgets whose best model is nearest to this size.
+# Blocks, width, heads, devices along fsdp, and training FLOPs: the paper's
+# budget whose best model is nearest to this size.
 SIZES = {
   '60m': (8, 512, 8, 1, 6e18),
   '220m': (12, 1024, 8, 4, 6e18),
@@ -53,9 +53,9 @@ SIZES = {
   '3b': (28, 2816, 22, 16, 1e20),
 }
 ROUTING = MoDConfig(capacity=0.125, gate='sigmoid', router_loss=0.01)
-# The peak learning rate at a width, and the exponent by which it falls with the
-# width; within the range of published ones for these sizes. To be tuned on
-# dense models, and then used for all.
+# The peak learning rate at a width, and the exponent by which the rate falls
+# with the width. The rates are within the range of published rates for these
+# sizes; they are to be tuned on dense models and then used for all models.
 RATE, RATE_WIDTH, RATE_POWER = 1e-3, 1024, 0.75
 WARMUP = 0.02  # As a fraction of the steps.
 
@@ -74,7 +74,7 @@ def least_remat(model: LMConfig) -> str:
 
 
 def base() -> ExperimentConfig:
-  """Returns what all runs share; size and steps are set for each."""
+  """Returns the config that all runs share; size and steps are set later."""
   return ExperimentConfig(
     name='mod',
     model=LMConfig(

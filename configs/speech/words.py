@@ -44,7 +44,8 @@ DATA = AudioDataConfig(
   rate=formants.RATE,
   buckets=(1.5, 3.0),
   num_eval=256,
-  # Letters are short, and without context nothing tells the hidden ones.
+  # Mask few frames: letters are short, and in made-up words the others do not
+  # tell which letter is masked.
   mask_span=3,
   min_masks=0,
 )

@@ -41,8 +41,8 @@ def shapes(num_layers: int, *widths: int):
   return tuple((num_layers, w, w // _CHANNELS) for w in widths)
 
 
-# Multiples of the channels of a head. With other widths the heads together are
-# wider than the model, and such models lie above the curve of the others.
+# Multiples of the channels of a head. At other widths the heads together are
+# wider than the model, and its loss is above the curve of the other models.
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 144, 160, 192)
 DENSE = Group(name='dense', optimum=2.9e5, shapes=shapes(4, *WIDTHS))
 MOD = Group(name='mod', optimum=4.6e5, routing=ROUTING)
@@ -109,7 +109,8 @@ def sweep() -> SweepConfig:
     learning_rate=1.5e-2,
     rate_width=64,
     rate_power=0.9,
-    # Measured: a product of large float32 matrices, and training's share of it.
+    # Measured: the rate of products of large float32 matrices, and the fraction
+    # of that rate which training reaches.
     peak_flops=2.5e11,
     utilization=0.48,
   )

@@ -30,19 +30,19 @@ digits = acm.digits_recipe
 
 ROUTED = dataclasses.replace(digits.BACKBONE, routing=digits.AMOD)
 # Patches are dropped only before dense blocks: a routed block chooses tokens by
-# the attention of the previous block, which must be of the same tokens.
+# the attention of the previous block, which must be among the same tokens.
 PRUNED = DynamicViTConfig(backbone=ROUTED, stages=(2, 4, 6), keep=0.7)
 
 
 def pruned() -> ExperimentConfig:
-  """As `configs/vit/digits.py:dynamic`, on the routed model."""
+  """Returns `configs/vit/digits.py:dynamic` with the routed model."""
   return dataclasses.replace(
     digits.dynamic(), name='digits_pruned', model=PRUNED
   )
 
 
 def adaptive(name: str, model) -> ExperimentConfig:
-  """As `configs/acm/vit.py:digits`, on a model that is conditional already."""
+  """Returns `configs/acm/vit.py:digits` with a routed or pruned model."""
   model = model.with_parts(adaptive=AdaptiveConfig())
   return dataclasses.replace(acm.digits(), name=name, model=model)
 

@@ -70,12 +70,12 @@ def experiment(name: str, model, **changes) -> ExperimentConfig:
 
 
 def routed(name: str, routing: VisionRoutingConfig) -> ExperimentConfig:
-  """The backbone, routed."""
+  """Returns the fine-tuning run of the routed backbone."""
   return experiment(name, dataclasses.replace(BACKBONE, routing=routing))
 
 
 def dense() -> ExperimentConfig:
-  """The dense model, trained for longer and at a higher rate."""
+  """Returns the run of the dense model, longer and at a higher rate."""
   return experiment(
     'digits',
     BACKBONE,
@@ -87,13 +87,13 @@ def dense() -> ExperimentConfig:
 
 
 def experts() -> ExperimentConfig:
-  """Experts, trained as the dense model."""
+  """Returns the run of a model with experts, trained as the dense model."""
   model = dataclasses.replace(BACKBONE, experts=ExpertsConfig(num_experts=4))
   return dataclasses.replace(dense(), name='digits_experts', model=model)
 
 
 def dynamic() -> ExperimentConfig:
-  """Heads at the full rate, the backbone at a tenth and at first frozen."""
+  """Returns a pruning run; the backbone, frozen at first, has a tenth of the rate."""
   return experiment(
     'digits_dynamic',
     DynamicViTConfig(backbone=BACKBONE, stages=(2, 4, 6), keep=0.7),
@@ -109,7 +109,7 @@ def dynamic() -> ExperimentConfig:
 
 
 def isoflop() -> ExperimentConfig:
-  """As many of the dense model's blocks as cost what A-MoD does."""
+  """Returns a run of as many of the dense blocks as cost what A-MoD does."""
   model = dataclasses.replace(BACKBONE, routing=AMOD).isoflop_twin()
   return experiment('digits_isoflop', model)
 
@@ -140,7 +140,7 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
     if routing is not None:
       routing = dataclasses.replace(routing, first=0, layers=None)
     model = dataclasses.replace(model, **small, routing=routing)
-  # Always the digits as data, but with the experiment's augmentation.
+  # Replace all data but the augmentation by the digits.
   data = ImageDataConfig(image_size=16, augment=experiment.data.augment)
   if experiment.init is None and experiment.objective is not None:
     # Without a dense model there is no teacher, so no distillation.

@@ -14,7 +14,7 @@ the second head instead of the features.
       --workdir=runs/dynamic --config.init=deit_small_patch16_224.safetensors
 
 Variants: `deit_small` (the default), `vit_base`, `lvvit_small`,
-`lvvit_medium`. The ablations of its Table 4, on DeiT-S: `random`,
+`lvvit_medium`. The ablations of the paper's Table 4, on DeiT-S: `random`,
 `class_attention`, `static`, `structural`; `one_stage`, `two_stages`. `tiny` is
 for tests. `--config.model.keep` is the fraction of tokens that a stage keeps.
 """
@@ -41,13 +41,13 @@ STAGES = {
 
 
 def dynamic(backbone: str, **changes) -> ExperimentConfig:
-  """The recipe; `changes` are fields of the model."""
+  """Returns the recipe's run; `changes` are fields of the model."""
   steps = imagenet.num_steps(EPOCHS, BATCH)
   model = {'stages': STAGES[backbone], 'keep': 0.7, **changes}
   model = DynamicViTConfig(
     backbone=vit.BACKBONES[backbone](dtype='bfloat16'), **model
   )
-  # Learnt scores have parameters, which get the full rate.
+  # Parameters of learnt scores, which get the full rate; None without any.
   score_params = {'predicted': '^prediction_', 'static': '^pattern_'}.get(
     model.score
   )
@@ -68,7 +68,8 @@ def dynamic(backbone: str, **changes) -> ExperimentConfig:
       clip_norm=0.0,
       rules=rules,
     ),
-    # As in the authors' code; DeiT's is .99996, for ten times the epochs.
+    # The decay is that of the authors' code; DeiT's is .99996, for ten times
+    # the epochs.
     train=TrainConfig(num_steps=steps, batch_size=BATCH, ema_decay=0.9999),
     evaluation=imagenet.evaluation(imagenet.num_steps(1, BATCH)),
   )
@@ -86,9 +87,9 @@ VARIANTS = {
   'static': ablation(score='static'),
   # One stage, which keeps a quarter of the patches.
   'structural': ablation(score='structural', stages=(6,)),
-  # The same cost as three stages with keep=.7: 2.9 GMACs. Place and ratio of
-  # the two stages are our choice: at thirds of the depth, as three are at
-  # quarters.
+  # Both cost as much as three stages with keep=.7: 2.9 GMACs. Place and ratio
+  # of the two stages are our choice: thirds of the depth, as the three stages
+  # are at quarters.
   'one_stage': ablation(stages=(6,), keep=0.25),
   'two_stages': ablation(stages=(4, 8), keep=0.56),
   'tiny': lambda: imagenet.digits.tiny(dynamic('deit_small')),

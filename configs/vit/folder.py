@@ -11,10 +11,10 @@ from scratch, on pictures of 64 pixels a side. Variants:
 
 * `dense`, the default: no conditional computation;
 * `amod`: every other block on the half of the tokens that got most attention;
-* `mod`: likewise, by a learned router;
+* `mod`: likewise, chosen by a learned router;
 * `lora`: the dense model of `init`, of which only low-rank adapters (LoRA) and
-  the head are trained; its other weights are in no checkpoint, but read from
-  `init`;
+  the head are trained; checkpoints leave out its other weights, which are read
+  from `init`;
 * `dynamic`: prediction heads drop 30% of the patches three times (DynamicViT);
 * `acm`: layers split into learners, of which each token runs as many as it
   needs, at `--config.objective.budget`;

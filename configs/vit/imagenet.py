@@ -10,7 +10,7 @@ use the data and helpers of this file.
 Variants: `deit_tiny`, `deit_small` (the default), `vit_base`, `vit_large`, each
 with A-MoD on half of the tokens. Suffixes change the routing: `_mod` takes a
 learnt router; `_late` keeps the first four blocks dense; `_multiplied`
-multiplies the scores onto the updates; `_dense` has none; `_isoflop` has as
+multiplies the updates by the scores; `_dense` has no routing; `_isoflop` has as
 many of the dense model's first blocks as cost what A-MoD does, and
 `_isoflop_eighth` likewise for a capacity of 12.5%. `tiny` is for tests. The
 capacity is `--config.model.routing.capacity`. ImageNet is read by TFDS
@@ -59,8 +59,8 @@ ROUTINGS = {
   '_dense': None,
 }
 BACKBONES = ('deit_tiny', 'deit_small', 'vit_base', 'vit_large')
-# Numbers of blocks in the paper. For DeiT-S and ViT-B at 12.5%, it has six, but
-# seven would be nearer in FLOPs (`ViTConfig.isoflop_twin`).
+# Numbers of blocks in the paper. For DeiT-S and ViT-B at 12.5% these are six,
+# but seven would be nearer in FLOPs (`ViTConfig.isoflop_twin`).
 ISOFLOP = {
   '_isoflop': dict(zip(BACKBONES, (9, 9, 9, 18), strict=True)),
   '_isoflop_eighth': dict(zip(BACKBONES, (7, 6, 6, 13), strict=True)),

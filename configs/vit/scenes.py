@@ -8,7 +8,7 @@ trains a small dense ViT to name the largest digit of a scene, and adapts it.
 Most of the 256 patches show background, so it matters which of them a model
 processes. Variants:
 
-* `sum`: the dense model, to give the sum of all digits;
+* `sum`: the dense model, trained to give the sum of all digits;
 * `amod`: every other block on the half of the tokens that got most attention;
 * `mod`: likewise, by a learnt router;
 * `dynamic`: prediction heads drop 30% of the patches three times; the frozen
@@ -17,8 +17,8 @@ processes. Variants:
 * `evit`: three blocks fuse the 30% of the patches that the class token attends
   to least;
 * `isoflop`: as many of the dense model's first blocks as cost what A-MoD does;
-* `quick`, `quick_amod` and so on: 64 patches, seen by convolutions, and scenes
-  of fewer digits: learnt in minutes on a CPU;
+* `quick`, `quick_amod` and so on: 64 patches, embedded by convolutions, and
+  scenes of fewer digits, learnt in minutes on a CPU;
 * `tiny`: the dense model in seconds, for tests; also `amod_tiny`.
 
 `--config.data.scenes.most=6` and the other fields of `SceneConfig` make other
@@ -51,7 +51,7 @@ DATA = ImageDataConfig(source='scenes', image_size=64)
 
 
 def on_scenes(experiment: ExperimentConfig, model, **changes):
-  """Returns an experiment of the digits, on scenes."""
+  """Returns an experiment of `digits.py` with scenes as its data."""
   name = experiment.name.replace('digits', 'scenes')
   return dataclasses.replace(
     experiment,
@@ -66,7 +66,7 @@ def on_scenes(experiment: ExperimentConfig, model, **changes):
 
 
 def dense(label: str = 'largest') -> ExperimentConfig:
-  """The dense model from scratch; `label` is the scenes' question."""
+  """Returns the dense model's run from scratch; `label` is what it predicts."""
   scenes = SceneConfig(label=label)
   model = dataclasses.replace(BACKBONE, num_classes=len(scenes.classes))
   train = TrainConfig(num_steps=3000, batch_size=32)
@@ -77,7 +77,7 @@ def dense(label: str = 'largest') -> ExperimentConfig:
 
 
 def adapted(experiment: ExperimentConfig, model) -> ExperimentConfig:
-  """Starts from the dense model."""
+  """Returns an experiment of `digits.py` that adapts the dense model."""
   train = TrainConfig(num_steps=1000, batch_size=32)
   return on_scenes(experiment, model, train=train)
 
@@ -103,7 +103,7 @@ def isoflop() -> ExperimentConfig:
 
 
 def quick(experiment: ExperimentConfig, num_steps: int) -> ExperimentConfig:
-  """A version that is learnt in minutes on a CPU."""
+  """Returns a version that is learnt in minutes on a CPU."""
   model = experiment.model
   small = {
     'patch_size': 8,
@@ -127,9 +127,9 @@ def quick(experiment: ExperimentConfig, num_steps: int) -> ExperimentConfig:
 
 
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
-  """A small version in seconds, for tests."""
+  """Returns a small version that takes seconds, for tests."""
   if isinstance(getattr(experiment.model, 'reduction', None), EViT):
-    changes = {'model.reduction.stages': (1, 2)}  # It has four blocks.
+    changes = {'model.reduction.stages': (1, 2)}  # For four blocks, not six.
     experiment = config_lib.replace(experiment, changes)
   small = digits.tiny(experiment)
   scenes = SceneConfig(scales=(1, 1.5), num_train=64, num_eval=32)

@@ -4,7 +4,7 @@
       --config.init=deit_small_patch16_224.safetensors \\
       --sweep=optimizer.learning_rate=3e-6,1e-5,3e-5,1e-4
 
-Ten epochs of `configs/vit/imagenet.py`, whose variants it has.
+The variants are those of `configs/vit/imagenet.py`, with ten epochs.
 """
 
 from mod_jax import config as config_lib

@@ -1,9 +1,9 @@
 """LLaVA 1.5 with 7 billion parameters (Liu et al. 2023), for accelerators.
 
 Stage 2: the language model and the projector learn from 665 thousand
-conversations in one epoch, and the tower stays as it is. The weights are those
-of a folder of Hugging Face in `llava-1.5-7b-hf`, and the conversations a JSON
-file in LLaVA's format:
+conversations in one epoch, and the tower is frozen. The weights are read from
+Hugging Face's folder `llava-1.5-7b-hf`, and the conversations from a JSON file
+in LLaVA's format:
 
     python train.py --config=configs/vlm/llava.py:pmod --workdir=runs/pmod \\
       --config.data.path=llava_v1_5_mix665k.json
@@ -82,7 +82,7 @@ def stage_2(name: str) -> ExperimentConfig:
       image_size=336,
       mean=(0.48145466, 0.4578275, 0.40821073),
       std=(0.26862954, 0.26130258, 0.27577711),
-      # 2,048 with the 576 tokens of a picture.
+      # 2,048 together with the 576 tokens of a picture.
       length=1472,
       tokenizer='huggingface',
       tokenizer_path=WEIGHTS,
@@ -103,7 +103,7 @@ def stage_2(name: str) -> ExperimentConfig:
 
 
 def stage_1(name: str) -> ExperimentConfig:
-  """The projector alone learns."""
+  """Returns the run of stage 1, in which only the projector learns."""
   return config_lib.replace(
     stage_2(name),
     {
@@ -117,7 +117,7 @@ def stage_1(name: str) -> ExperimentConfig:
 
 
 def tiny(name: str) -> ExperimentConfig:
-  """Questions about scenes for a small model, from nothing."""
+  """Returns a small model's run on questions about scenes, from scratch."""
   experiment = SCENES.get_config(f'{name}_tiny' if name else 'tiny')
   return dataclasses.replace(experiment, name=f'llava_{name}_tiny')
 

@@ -4,24 +4,26 @@
     python train.py --config=configs/vlm/scenes.py --workdir=runs/ask \\
       --config.init=runs/read
 
-trains a small vision-language model from nothing, first to name all digits of a
+trains a small vision-language model from scratch, first to name all digits of a
 scene, then to answer which digit is leftmost, how many threes there are, what
 the sum is, or whether there is a seven; all answers to a question are equally
 frequent. More than half of its tokens are those of the picture, most of which
 show background. Variants:
 
-* `captions`: what comes first; image tokens name the digits that they show;
+* `captions`: the first of these runs, in which also each image token that shows
+  a digit is trained to name it;
 * `pmod`: p-MoD, blocks that choose fewer image tokens the deeper they are;
 * `gamma`: γ-MoD, the inner blocks on half of the image and instruction tokens,
   by one router for all;
-* `random`, `stride`: p-MoD's schedule with tokens chosen by chance, or evenly;
+* `random`, `stride`: p-MoD's schedule with tokens chosen at random, or evenly;
 * `fastv`: FastV, half of the image tokens after block 2, by attention;
 * `pooled`: a quarter of the image tokens, means of 2 × 2 patches;
 * `tower_amod`: the tower's last block on half of the patches, by attention;
 * `tower_dynamic`: half of the patches before the tower's last block, by a
   DynamicViT's prediction head; only these reach the language model;
-* `tower_evit`: the tower keeps the half that its class token attends to most,
-  and one token for all others, so that few reach the language model;
+* `tower_evit`: the tower keeps the half of the patches that its class token
+  attends to most, and one token for all others; only these reach the language
+  model;
 * `tiny`: the dense model in seconds, for tests; also `pmod_tiny` and so on.
 
 `--config.data.source=llava --config.data.path=FILE` reads a JSON file in
@@ -46,7 +48,7 @@ from mod_jax.optimizer import OptimizerConfig
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 
-# Digits of 8 to 12 of the 32 pixels.
+# Digits are of 8 to 12 pixels, scenes of 32.
 SCENES = SceneConfig(
   least=1,
   most=3,
@@ -55,7 +57,7 @@ SCENES = SceneConfig(
   num_train=100_000,
   num_eval=2_000,
 )
-# 64 tokens of a picture, beside at most 48 bytes of text.
+# A picture has 64 tokens, and a text at most 48 bytes.
 MODEL = VLMConfig(
   tower=ViTConfig(
     image_size=32,
@@ -66,18 +68,19 @@ MODEL = VLMConfig(
     num_heads=4,
     stem=ConvStemConfig(width=32, depth=3, halvings=2),
   ),
-  # No block of this small tower is left out.
+  # All blocks of this small tower run.
   feature_layer=-1,
   language=LMConfig(
     vocab_size=257, num_layers=4, width=64, num_heads=4, routing=None
   ),
-  image_token=256,  # Beyond the bytes.
+  image_token=256,  # Ids up to 255 are bytes.
 )
 PMOD = vlm.P_MOD
-# The inner blocks, since all but the first three and the last are none here.
+# The inner blocks: the choice of γ-MoD, all blocks but the first three and the
+# last, would be empty here.
 GAMMA = dataclasses.replace(vlm.GAMMA_MOD, layers=(1, 2))
 # FastV (Chen et al. 2024) drops half of the image tokens after block 2, by the
-# attention of the prompt's last token. In training, too, it needs no router.
+# attention of the prompt's last token. So it needs no router.
 FASTV = MoDConfig(
   capacity=0.5,
   period=1,
@@ -90,7 +93,7 @@ FASTV = MoDConfig(
 
 
 def control(score: str) -> MoDConfig:
-  """p-MoD's schedule with a score that ignores the tokens."""
+  """Returns p-MoD's schedule with a score that ignores the tokens."""
   return dataclasses.replace(PMOD, score=score, gate=None, router_bias=False)
 
 
@@ -115,7 +118,7 @@ def dense() -> ExperimentConfig:
 
 
 def captions() -> ExperimentConfig:
-  """What is asked for first: all digits, from left to right."""
+  """Returns the first run, which learns to name digits from left to right."""
   return config_lib.replace(
     dense(),
     {'name': 'captions', 'data.topics': ('digits',), 'data.marks': True},
@@ -133,7 +136,7 @@ def pooled() -> ExperimentConfig:
 
 
 def in_tower(name: str, **parts) -> ExperimentConfig:
-  """Parts of the tower, and none of the language model."""
+  """Returns a run whose tower has conditional parts, and whose LM has none."""
   return with_tower(name, dataclasses.replace(MODEL.tower, **parts))
 
 
@@ -148,7 +151,7 @@ def with_tower(name: str, tower) -> ExperimentConfig:
 
 
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
-  """A small version in seconds, for tests."""
+  """Returns a small version that takes seconds, for tests."""
   model = experiment.model
   routing = model.routing
   if routing is not None and routing.layers is not None:
