@@ -48,7 +48,7 @@ AUGMENT = AugmentConfig(
 
 
 def imagenet() -> ExperimentConfig:
-  """Phases of 2, 1 and 97 epochs; batches of 64, 64 and 512."""
+  """Returns the conversion on ImageNet: phases of 2, 1 and 97 epochs."""
   return ExperimentConfig(
     name='acm_vit_base',
     model=vit.vit_base(dtype='bfloat16', adaptive=AdaptiveConfig()),

@@ -59,7 +59,7 @@ def files(name: str, routing) -> ExperimentConfig:
 
 
 def adaptive() -> ExperimentConfig:
-  """The three phases of `configs/acm/lm.py`, after the dense model."""
+  """Returns the phases of `configs/acm/lm.py`, after one of a dense model."""
   converted = acm.convert(files('dense', None), 'files_acm', AdaptiveConfig())
   return dataclasses.replace(
     converted,

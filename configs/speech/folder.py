@@ -44,7 +44,7 @@ def xlsr(name: str = 'speech', model=None) -> ExperimentConfig:
 
 
 def acm() -> ExperimentConfig:
-  """Phases of 5, 1 and 4 epochs of an hour: batches of 12, 16 and 16."""
+  """Returns the conversion: 5, 1 and 4 epochs of an hour of speech."""
   dense = xlsr('speech_acm')
   model = dataclasses.replace(
     dense.model, adaptive=AdaptiveConfig(replace=(FFNS,))

@@ -73,7 +73,7 @@ def variant(name: str, **changes) -> ExperimentConfig:
 
 
 def acm() -> ExperimentConfig:
-  """The FFNs in four learners, k = 0 allowed, in the paper's three phases."""
+  """Returns the conversion of FFNs to learners, in the paper's three phases."""
   return dataclasses.replace(
     variant('acm', adaptive=ADAPTIVE),
     optimizer=OptimizerConfig(

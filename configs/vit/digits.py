@@ -93,7 +93,7 @@ def experts() -> ExperimentConfig:
 
 
 def dynamic() -> ExperimentConfig:
-  """Returns a pruning run; the backbone, frozen at first, has a tenth of the rate."""
+  """Returns a pruning run, with the backbone at a tenth of the heads' rate."""
   return experiment(
     'digits_dynamic',
     DynamicViTConfig(backbone=BACKBONE, stages=(2, 4, 6), keep=0.7),

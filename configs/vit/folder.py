@@ -138,7 +138,7 @@ def adapted() -> ExperimentConfig:
 
 
 def adaptive() -> ExperimentConfig:
-  """The three phases of the digits' conversion, in batches of 32."""
+  """Returns the three phases of the digits' conversion, in batches of 32."""
   objective = acm.digits().objective
   phases = {
     name: dataclasses.replace(phase, batch_size=BATCH)

@@ -391,7 +391,7 @@ class _Program:
     return total
 
   def _fused(self, instruction, count):
-    """Yields the parts of a fusion; nameless ones get another one's name."""
+    """Yields the parts of a fusion, with a `source` for those that lack it."""
     (called,) = instruction.computations('calls')
     scatters = called.startswith('all-reduce-scatter')
     for part in self.parts(called, count):

@@ -61,9 +61,10 @@ class Event:
   log_prob: float | None = None  # In nats, under the model's own distribution.
   likeliest: Likeliest = ()  # At the token's position, if requested.
   # Why the request ended; None while it goes on. `stop`: it sampled the end
-  # token, met a stop text or completed its JSON. `length`: it reached its
-  # limit. `failed`: the tokenizer cannot turn its tokens into text.
-  # `too_complex`: its schema takes too much computing.
+  # token, met a stop text or completed its JSON. `length`: it reached its limit
+  # of tokens. `cancelled`: see `Engine.cancel`. `failed`: the tokenizer cannot
+  # turn its tokens into text. `too_complex`: its schema takes too much
+  # computing.
   reason: Reason | None = None
 
 

@@ -44,7 +44,7 @@ class State:
 
 @flax.struct.dataclass
 class Extras:
-  """Optional changes to each slot's logits before sampling, and `top_B`.
+  """Penalties and biases for each slot's logits, and what else it asks for.
 
   The slots of requests without extras have zeros.
   """

@@ -129,7 +129,7 @@ class TextProcess:
 def _ask(stream, name, args):
   try:
     job = json.dumps([name, args]).encode()
-  except (ValueError, RecursionError) as error:  # Such as too many digits.
+  except (ValueError, RecursionError) as error:  # As for too many digits.
     raise UserError(f'the request cannot be read: {error}') from error
   reply = b''
   with contextlib.suppress(OSError):  # The fork may be killed meanwhile.

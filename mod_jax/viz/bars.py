@@ -125,7 +125,7 @@ def compute_histogram(
     handles.append(Line2D([], [], **_BUDGET))
   style.key(body, handles)
   low, high = axes.get_xlim()
-  if high - low < 0.05:  # Images of equal compute shall not fill the axis.
+  if high - low < 0.05:  # A single bar shall not fill the axis.
     axes.set_xlim((low + high) / 2 - 0.025, (low + high) / 2 + 0.025)
   style.ticks(axes.xaxis, 7, style.percent)
   style.ticks(axes.yaxis, 5, '{x:,.0f}', integer=True)
