@@ -451,7 +451,7 @@ class _Program:
 
 
 def _ways(instruction: _Instruction) -> list[str]:
-  """Returns the computations of which a branch runs one."""
+  """Returns the computations that a conditional chooses among."""
   names = 'branch_computations', 'true_computation', 'false_computation'
   return [x for name in names for x in instruction.computations(name)]
 
@@ -504,7 +504,7 @@ def _dimensions(text: str) -> tuple[int, ...]:
 
 
 def _bits(dtype: str) -> int:
-  """Returns the bits of a dtype; 0 for types without data, such as tokens."""
+  """Returns the bits of a dtype; 0 for types without data, such as `token`."""
   match = re.search(r'\d+', dtype)
   return 8 if dtype == 'pred' else int(match[0]) if match else 0
 

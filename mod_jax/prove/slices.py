@@ -55,7 +55,7 @@ class Tpu(Chip):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu(Chip):
-  """A kind of NVIDIA GPU, all of one host."""
+  """A kind of NVIDIA GPU; a slice consists of GPUs of one host."""
 
   platform = 'cuda'
   compilers = ('jax-cuda13-pjrt', 'jax-cuda12-pjrt')

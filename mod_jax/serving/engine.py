@@ -421,7 +421,7 @@ class Engine:
     """Whether all requests have ended and all events were delivered."""
     return not self._requests and not self._events
 
-  # Work.
+  # Steps.
 
   def run(self) -> Iterator[Event]:
     """Yields events until the engine is idle.

@@ -44,7 +44,7 @@ class State:
 
 @flax.struct.dataclass
 class Extras:
-  """Penalties and biases for each slot's logits, and what else it asks for.
+  """Penalties and biases for each slot's logits, and a flag for `likeliest`.
 
   The slots of requests without extras have zeros.
   """

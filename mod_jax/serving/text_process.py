@@ -129,7 +129,7 @@ class TextProcess:
 def _ask(stream, name, args):
   try:
     job = json.dumps([name, args]).encode()
-  except (ValueError, RecursionError) as error:  # As for too many digits.
+  except (ValueError, RecursionError) as error:  # E.g. a huge integer.
     raise UserError(f'the request cannot be read: {error}') from error
   reply = b''
   with contextlib.suppress(OSError):  # The fork may be killed meanwhile.
@@ -196,7 +196,7 @@ class _Texts:
     return self._tokenizer.decode_after(before, ids)
 
   def _tokens(self, encode, text, most):
-    # Texts that are too long for any tokenisation are not tokenised at all.
+    # Do not even tokenise a text that has too many bytes for `most` tokens.
     size = len(text.encode('utf-8', 'replace'))
     if size > most * int(self._tokenizer.token_bytes.max()):
       raise UserError(

@@ -69,7 +69,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Minimum:
-  """The lowest loss at a budget, and the log of the best model's parameters."""
+  """The lowest loss at a budget, and the log of its model's parameter count."""
 
   log_params: Estimate
   loss: Estimate

@@ -101,7 +101,7 @@ def train(
   allow_changed_data: bool = False,
   after: Callable[[], None] = lambda: None,
 ) -> list[Job]:
-  """Trains jobs in order, beside other workers, and writes their results.
+  """Trains the jobs that no other worker trains, and writes their results.
 
   Calls `after` after each job that it tried to train. Returns the jobs that
   have no result yet.

@@ -366,8 +366,8 @@ def image_grid(
 def greyed(image_HWC) -> np.ndarray:
   """Returns a uint8 image in light grey, each channel from 0.4 to 1.
 
-  So all colour over the image is drawn, and looks alike over its dark and
-  bright parts.
+  A colour drawn over it cannot be mistaken for one of the image, and looks
+  alike over its dark and bright parts.
   """
   grey_HW = 0.4 + 0.6 * (image_HWC @ [0.299, 0.587, 0.114]) / 255
   return np.repeat(grey_HW[..., None], 3, axis=-1)

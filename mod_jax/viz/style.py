@@ -67,7 +67,7 @@ def rule_style(rule: str) -> RuleStyle:
 
 
 def series_look(index: int) -> dict[str, Any]:
-  """Returns the look of line number `index`, with hollow markers."""
+  """Returns colour and marker of line number `index`; markers are hollow."""
   return {
     'color': SERIES_COLORS[index % len(SERIES_COLORS)],
     'marker': SERIES_MARKERS[index % len(SERIES_MARKERS)],
