@@ -57,8 +57,7 @@ class Group:
   shapes: tuple[Shape, ...] = ()
   # Number of sizes at each budget; 0 = the sweep's `num_sizes`.
   num_sizes: config_lib.Count = 0
-  # Indices of the sweep's budgets at which the group is trained, from 0; () =
-  # all.
+  # Which of the sweep's budgets the group has, as indices from 0; () = all.
   budgets: tuple[config_lib.Count, ...] = ()
   # Multiplies the learning rate that the sweep sets for the model's width.
   rate_factor: config_lib.Factor = 1.0

@@ -40,8 +40,7 @@ class Job:
   config: ExperimentConfig
   folder: epath.Path  # Directory of the run.
   path: epath.Path  # File of the run's result.
-  # Hash of the manifest, or of the config of a grid's point. The result repeats
-  # it.
+  # Hash of the manifest, or of a grid point's config; repeated in the result.
   origin: str
 
   def result(self) -> dict[str, Any] | None:
