@@ -181,6 +181,15 @@ def open_split(config: DetectionDataConfig, split: Literal['train', 'eval']):
   else:
     named = config.train_split if split == 'train' else config.eval_split
     source = Coco(config.path, named)
+  if split == 'eval':
+    names = open_split(config, 'train').class_names
+    for i, name in enumerate(source.class_names):
+      if name and name not in names[i : i + 1]:
+        raise errors.UserError(
+          f'eval_split={config.eval_split!r}: its category {i} is {name!r}, and'
+          f' {"".join(names[i : i + 1]) or "none"!r} in'
+          f' train_split={config.train_split!r}: number both alike.'
+        )
   if source.most > config.most:
     raise errors.UserError(
       f'most={config.most}: a picture has {source.most} objects; set'

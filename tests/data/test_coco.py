@@ -1,6 +1,7 @@
 """Detection data: COCO's files, batches of them, and what is refused."""
 
 import copy
+import dataclasses
 import json
 
 import numpy as np
@@ -62,6 +63,17 @@ def test_objects_are_fractions_of_their_picture(tmp_path):
   )
   _, nothing = split.load(1)
   assert not len(nothing.label_N)  # A picture of nothing remains.
+
+
+def test_both_splits_number_categories_alike(tmp_path):
+  fewer = {name: DATA[name][-1:] for name in ('categories', 'images')}
+  write(write(tmp_path), fewer | {'annotations': []}, 'fewer')
+  both = config(tmp_path)
+  for split in ('train', 'fewer'):
+    detection.open_split(dataclasses.replace(both, eval_split=split), 'eval')
+  swapped = dataclasses.replace(both, train_split='fewer')
+  with pytest.raises(UserError, match="category 3 is 'cat', and 'none' in"):
+    detection.open_split(swapped, 'eval')
 
 
 def test_a_changed_box_is_noticed(tmp_path):
