@@ -161,7 +161,7 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
     config, image_size=size if size != SIZE else None
   )
   count = len(images_lib.open_split(config.data, 'train'))
-  batch = min(BATCH, 1 << (count.bit_length() - 1))
+  batch = min(config.train.batch_size, 1 << (count.bit_length() - 1))
   steps = max(LEAST_STEPS, EPOCHS * count // batch)
   changes = {'train.batch_size': batch, 'train.num_steps': steps}
   if config.model.adaptive is not None:

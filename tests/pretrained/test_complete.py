@@ -90,6 +90,13 @@ def test_a_folder_of_hugging_face_needs_no_sizes(name, hugging_face, photos):
   assert params['head']['kernel'].shape == (18, 3)
 
 
+def test_twenty_epochs_with_any_batch_size(photos):
+  config = build('amod', photos, **{'train.batch_size': 1})
+  assert config.train.batch_size == config.dense.batch_size == 1
+  assert config.train.num_steps == 20 * 21  # Of 24 pictures, 3 are held out.
+  assert config.dense.num_steps == 3 * config.train.num_steps
+
+
 def test_dense_first_where_it_is_needed(hugging_face, photos):
   init = str(hugging_face('vit_huggingface'))
   needed = {
