@@ -23,6 +23,7 @@ import jax
 from mod_jax import tables, trees
 from mod_jax.errors import UserError
 from mod_jax.models import protocol
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
@@ -54,12 +55,18 @@ def _train_table(config, length):
   """Returns the `flops_table` of a forward pass in training."""
   if isinstance(config, VLMConfig) and config.adaptive is None:
     return config.flops_table(*_arguments(config, length), train=True)
-  table = _table(config, length)
+  table, exits = _table(config, length), ()
   if isinstance(config, LMConfig) and config.early_exit:
-    rows = [row.split()[0] for row, _ in table]
-    after = rows.index(f'block_{config.early_exit - 1}') + 1
-    table = [*table[:after], table[rows.index('head')], *table[after:]]
-  return table
+    exits = (f'block_{config.early_exit - 1}',)
+  if isinstance(config, DETRConfig):
+    earlier = range(config.num_decoder_layers - 1)
+    exits = tuple(f'decoder/block_{i}' for i in earlier)
+  head = table[-1:]
+  return [
+    x
+    for row, parts in table
+    for x in ((row, parts), *head * (row.split()[0] in exits))
+  ]
 
 
 def train(
@@ -69,11 +76,12 @@ def train(
 ) -> int:
   """Returns the FLOPs of a training step on one sequence: three forwards.
 
-  An early exit of a language model runs the head a second time. A DynamicViT
-  with a learned score only masks patches in training and so processes all of
-  them, unless it has adaptive modules, which are trained on the kept patches.
-  `frozen(name)` is True for parameters without a gradient: products with them
-  save one of two backward passes, and rows before all trained parameters both.
+  An early exit of a language model runs the head a second time, and a DETR runs
+  its heads after each block of the decoder. A DynamicViT with a learned score
+  only masks patches in training and so processes all of them, unless it has
+  adaptive modules, which are trained on the kept patches. `frozen(name)` is
+  True for parameters without a gradient: products with them save one of two
+  backward passes, and rows before all trained parameters both.
   """
   if isinstance(config, DynamicViTConfig) and config.adaptive is None:
     config = config.masked

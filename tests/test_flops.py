@@ -1,5 +1,6 @@
 """The layers' own FLOP counts: against facts, by hand, and XLA's count."""
 
+import collections
 import dataclasses
 import itertools
 import re
@@ -170,8 +171,12 @@ class TestFrozen:
     """Returns the forward FLOPs of each row, in training."""
     if isinstance(config, DynamicViTConfig):
       config = config.masked
-    table = config.flops_table(*self.lengths.get(type(config), ()))
-    return {row.split()[0]: flops.products(parts) for row, parts in table}
+    rows = collections.Counter()
+    for row, parts in flops._train_table(
+      config, self.lengths.get(type(config))
+    ):
+      rows[row.split()[0]] += flops.products(parts)
+    return rows
 
   def below(self, config, *rows):
     """Returns the forward FLOPs of the rows whose names begin so."""
@@ -199,6 +204,11 @@ class TestFrozen:
         for config in (once, twice)
       )
       assert more - trained == passes * head
+
+  def test_the_heads_of_a_detector_read_each_block_of_the_decoder(self):
+    config = dataclasses.replace(self.detr, num_decoder_layers=3)
+    head = flops.products(dict(config.flops_table())['head'])
+    assert flops.train(config) == 3 * (flops.forward(config) + 2 * head)
 
   @pytest.mark.parametrize('config', [detr, speech, sees, pruned])
   def test_nothing_and_all(self, config):
