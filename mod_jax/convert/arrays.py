@@ -1,4 +1,4 @@
-"""Names and layouts of arrays in another library and here."""
+"""Maps names, shapes and layouts of other libraries' arrays to ours."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import dataclasses
@@ -17,7 +17,7 @@ from mod_jax.convert import files
 from mod_jax.errors import UserError
 from mod_jax.models import protocol
 
-# PyTorch's names of a module's arrays, by ours.
+# Maps our names of a module's arrays to PyTorch's.
 _SUFFIXES = {
   'kernel': 'weight',
   'scale': 'weight',
@@ -25,7 +25,7 @@ _SUFFIXES = {
   'mean': 'running_mean',
   'var': 'running_var',
 }
-# In the order in which other libraries concatenate them.
+# The order in which other libraries concatenate these maps.
 _QUERY_KEY_VALUE = ('query', 'key', 'value')
 
 
@@ -35,9 +35,9 @@ class Entry:
 
   Attributes:
     theirs: the array's name in the other library.
-    ours: name of our parameter; several if the other library concatenates them
-      along the first axis.
-    channels: channels of the patch embedding's input.
+    ours: names of our parameters: one, or several that the other library
+      concatenates along the first axis.
+    channels: number of input channels of the patch embedding.
   """
 
   theirs: str
@@ -45,7 +45,7 @@ class Entry:
   channels: int = 3
 
   def to_theirs(self, *arrays):
-    """Returns their array from ours."""
+    """Converts our arrays to the other library's array."""
     converted = [self._to_theirs(array) for array in arrays]
     return converted[0] if len(converted) == 1 else np.concatenate(converted)
 
@@ -53,7 +53,7 @@ class Entry:
     name = self.ours[0]
     if name in ('embedding', 'queries'):
       return x
-    # CLIP has no axis of images here.
+    # Except in CLIP, these arrays have a leading axis of images, of length 1.
     if name == 'position':
       return x if self.theirs.endswith('weight') else x[None]
     if name.endswith('_token'):
@@ -72,16 +72,19 @@ class Entry:
     return x.reshape(len(x), -1).T
 
   def to_ours(self, x, shape: tuple[int, ...]):
-    """Returns our arrays, each of the given shape, from their array."""
+    """Converts the other library's array to ours, each of the given shape."""
     parts = np.split(x, len(self.ours))
     if self.ours[0].endswith('kernel'):
-      # Of convolutions over two and one dimensions, and of linear maps.
+      # Kernels of 2-D convolutions, of 1-D convolutions, and of linear maps.
       axes = {4: (2, 3, 1, 0), 3: (2, 1, 0), 2: (1, 0)}[x.ndim]
       parts = [part.transpose(axes) for part in parts]
     return [part.reshape(shape) for part in parts]
 
   def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the shape of their array, given all shapes of ours by name."""
+    """Returns the shape of the other library's array.
+
+    `shapes` are the shapes of our parameters by name.
+    """
     abstract = jax.ShapeDtypeStruct(shapes[self.ours[0]], jnp.float32)
     first, *rest = jax.eval_shape(self._to_theirs, abstract).shape
     return (first * len(self.ours), *rest)
@@ -97,9 +100,10 @@ def entries(
 
   Args:
     ours: names of our parameters.
-    table: names of modules, to which `weight` or `bias` is appended, or of
-      arrays in the other library by ours, with `{}` for the number of the
-      block. The module `qkv` stands for query, key and value together.
+    table: maps our names of modules, and of arrays outside any module, to the
+      other library's, with `{}` for the number of the block. To its names of
+      modules, `weight` or `bias` is appended. A module `qkv` is one that the
+      other library has for query, key and value together.
     label: name of the other library, for messages.
     channels: channels of the patch embedding's input.
   """
@@ -131,7 +135,10 @@ def entries(
 
 
 def flatten(variables: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns variables by name: parameters, and `batch_stats/` before others."""
+  """Returns a model's parameters and batch statistics by name.
+
+  Names of batch statistics begin with `batch_stats/`.
+  """
   variables = nn.unbox(dict(variables))
   statistics = variables.get('batch_stats') or {}
   return trees.flatten({**variables['params'], 'batch_stats': statistics})
@@ -155,14 +162,14 @@ def shapes_of(config) -> dict[str, tuple[int, ...]]:
 def complete(
   source: Mapping[str, Any], config, key: jax.Array | None = None
 ) -> dict[str, dict[str, Any]]:
-  """Returns a model's variables by collection, with new ones that are missing.
+  """Returns a model's variables by collection; initialises those not in source.
 
-  `source` has variables by name; `key` initialises the missing ones, None as
+  `source` has variables by name. `key` is for the initialisation; None means
   `jax.random.key(0)`.
   """
   new = set(shapes_of(config)) - set(source)
 
-  @jax.jit  # So that XLA removes the computation of all other variables.
+  @jax.jit  # Lets XLA remove the initialisation of all other variables.
   def fresh(new_key):
     flat = flatten(config.build().init(new_key, config.example()))
     return {name: flat[name] for name in new}
@@ -182,9 +189,14 @@ def read(
 ) -> dict[str, files.Lazy]:
   """Returns our parameters, each converted from `stored` when it is used.
 
-  `shapes` are ours; `stored` has their arrays by name, which may be read lazily
-  themselves, and those that are `left_out` are neither compared nor returned.
-  `kwargs` are those of `trees.compare`, which refuses other arrays.
+  Args:
+    table: the entries to read.
+    shapes: shapes of our parameters by name.
+    stored: the other library's arrays by name, which may be `Lazy`.
+    left_out: the other library's names of arrays that are neither compared nor
+      returned.
+    **kwargs: of `trees.compare`, which raises UserError if the names or shapes
+      in `stored` are not those of the table.
   """
   trees.compare(
     {entry.theirs: entry.shape(shapes) for entry in table},
@@ -217,17 +229,19 @@ def arrays(
   types: Mapping[str, str],
   dropped: Sequence[str] = (),
 ) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
-  """Returns what `files.write_sharded` writes of our parameters.
+  """Returns our parameters, converted, as `files.write_sharded` takes them.
 
   Args:
     table: the entries to write.
-    shapes: of our parameters, by name.
+    shapes: shapes of our parameters by name.
     ours: our parameters by name.
-    types: keys of `files.DTYPES` by their names; float32 by default.
-    dropped: regular expressions of names, matched whole, that are not written.
+    types: types to write, as keys of `files.DTYPES`, by the other library's
+      names of arrays; float32 for arrays that are not in it.
+    dropped: regular expressions, matched whole, of our names of parameters that
+      are not written.
 
   Raises:
-    UserError: the parameters are not those of the shapes.
+    UserError: the names or shapes of `ours` do not fit the table and `shapes`.
   """
   trees.compare(
     {name: shapes[name] for entry in table for name in entry.ours},

@@ -16,9 +16,10 @@ from mod_jax import config as config_lib
 from mod_jax import paths
 from mod_jax.errors import require
 
-# The `problem_type` of Hugging Face for independent labels.
+# Hugging Face's `problem_type` where an image may have several classes.
 MULTI_LABEL = 'multi_label_classification'
-# Numbers of heads by the size in timm's names of architectures.
+# Number of attention heads by the size in timm's names of architectures, such
+# as `vit_base_patch16_224`.
 _HEADS = {'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16}
 
 
@@ -27,13 +28,13 @@ class Beside:
   """Metadata from the JSON files beside the weights; None if absent.
 
   Attributes:
-    num_heads: of the attention.
-    norm_epsilon: of the layer norms.
-    activation: of the MLPs, by its name in Hugging Face.
+    num_heads: number of attention heads.
+    norm_epsilon: epsilon of the layer norms.
+    activation: activation function of the MLPs, by Hugging Face's name.
     classes: names of the classes, in the order of the logits.
-    multi_label: whether any number of classes may be true of a picture.
+    multi_label: whether an image may have any number of classes.
     image_size: height and width of the model's input in pixels.
-    pictures: other fields of `Preprocess`, as far as the files have them.
+    pictures: other fields of `Preprocess` by name, if the files have them.
     unfollowed: settings of image preprocessing that are not supported, as
       'name=value'.
   """
@@ -60,7 +61,7 @@ class _Fields:
   problem_type: str | None = None
   crop_pct: config_lib.Fraction | None = None
   crop_mode: str | None = None
-  # No array shows these of timm.
+  # timm's settings that no array shows; other values raise UserError.
   global_pool: Literal['token', ''] | None = None
   act_layer: Literal['gelu'] | None = None
   image_size: int | tuple[int, ...] | None = None
@@ -74,15 +75,15 @@ class _Fields:
 
 
 def read(path: str | os.PathLike) -> Beside:
-  """Returns the metadata in the directory of a file of weights.
+  """Returns the metadata in the directory that contains the file `path`.
 
   Hugging Face describes the model in `config.json` and image preprocessing in
-  `preprocessor_config.json`. timm has only a `config.json`, with the
-  architecture's name at the top level or in `pretrained_cfg`, and all else in
-  `pretrained_cfg`. Files that are missing or not JSON are ignored.
+  `preprocessor_config.json`. timm has only a `config.json`, with its fields at
+  the top level, in `pretrained_cfg` and in `model_args`. Files that are missing
+  or not JSON are ignored.
 
   Raises:
-    UserError: a field has a value of another type.
+    UserError: a field has a value of the wrong type, or an unsupported one.
   """
   folder = pathlib.Path(path).parent
   fields = paths.read_object(folder / 'config.json')
@@ -109,17 +110,24 @@ def read(path: str | os.PathLike) -> Beside:
 
 
 def of_processor(folder, kind: str = 'image_processor') -> dict[str, Any]:
-  """Returns the fields of an `image_processor` or a `feature_extractor`."""
+  """Returns the settings of a folder's preprocessing; {} if there are none.
+
+  `kind` is their key in newer files: 'image_processor', or 'feature_extractor'
+  for audio.
+  """
   if processor := paths.read_object(folder / 'preprocessor_config.json'):
     return processor
-  # Newer files have all of a model's processors together.
+  # Newer versions of transformers write all processors to one file, by kind.
   both = paths.read_object(folder / 'processor_config.json')
   processor = both.get(kind)
   return processor if isinstance(processor, dict) else {}
 
 
 def of_detector(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns fields of `DetectionPreprocess`, DETR's where no file has them."""
+  """Returns the fields of a `DetectionPreprocess`, by default DETR's.
+
+  Logs a warning if a folder's files have settings that are not supported.
+  """
   fields = of_processor(folder)
   size = fields.pop('size', None)
   told = _processor(fields, 'detr')
@@ -128,7 +136,7 @@ def of_detector(folder: pathlib.Path) -> dict[str, Any]:
     unfollowed.append(f'resample={pictures["resample"]}')
   found = {'short_side': 800, 'image_size': (1333, 1333)}
   found |= {name: pictures[name] for name in ('mean', 'std')}
-  if isinstance(size, int):  # As older versions of transformers wrote it.
+  if isinstance(size, int):  # Older versions of transformers wrote a number.
     size = {'shortest_edge': size}
     size['longest_edge'] = fields.get('max_size', 1333)
   match size:
@@ -156,7 +164,7 @@ def _classes(fields) -> tuple[str, ...] | None:
       names = [by_id[i] for i in sorted(by_id, key=int)]
   if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
     return None
-  # Hugging Face's default names.
+  # Hugging Face gives these names to classes without a name.
   default = all(re.fullmatch(r'LABEL_\d+', name) for name in names)
   return None if default else tuple(names)
 
@@ -187,7 +195,7 @@ _CLIP = {
   'image_std': (0.26862954, 0.26130258, 0.27577711),
 }
 _DETR = {
-  # Its size is read by `of_detector`.
+  # `of_detector` reads the size.
   'image_mean': (0.485, 0.456, 0.406),
   'image_std': (0.229, 0.224, 0.225),
   'do_pad': True,
@@ -230,7 +238,8 @@ def _processor(fields, model_type) -> dict[str, Any]:
     for name, value in fields.items()
     if name.startswith('do_') and value and name not in (*defaults, *_HARMLESS)
   ]
-  # Our `normalize` divides by 255 first, so adapt the mean and std.
+  # Our `normalize` divides pixels by 255 first; a processor multiplies them by
+  # `rescale_factor` or by nothing. Convert its mean and std to our scale.
   scale = 255.0
   if get('do_rescale', bool):
     scale *= get('rescale_factor', _number)
@@ -240,14 +249,14 @@ def _processor(fields, model_type) -> dict[str, Any]:
   resizes = get('do_resize', bool)
   (resize, full), resample = get('size', _size), get('resample', _filter)
   if family == 'CLIP' and isinstance(fields.get('size'), int):
-    resize = 'shorter_side'  # For the others, a single number is both sides.
+    resize = 'shorter_side'  # In other processors, a number is both sides.
   size, fraction = full, 1.0
   if get('do_center_crop', bool):
     _, size = get('crop_size', _size)
     resize, fraction = (resize, size / full) if resizes else ('none', 1.0)
   elif not resizes or resize != 'squash':
-    # Without a crop, images would not have the model's input size, so that
-    # transformers refuses them.
+    # Without a crop, images would not have the model's input size, and
+    # transformers would refuse them.
     unfollowed.append(f'size={fields.get("size")}, do_resize={resizes}')
     resize, size = (resize, full) if resizes else ('squash', None)
   return {
@@ -270,7 +279,7 @@ def _pretrained_cfg(fields) -> dict[str, Any]:
   size = fields.get('input_size')
   size = _number(size[-1]) if isinstance(size, list) and size else None
   if size and _number(fraction):
-    # timm rounds the size after resizing down to whole pixels.
+    # timm resizes images to `size / fraction`, rounded down to whole pixels.
     fraction = size / max(1, math.floor(size / fraction))
   pictures = {
     'mean': _channels(fields.get('mean')),
@@ -287,7 +296,7 @@ def _pretrained_cfg(fields) -> dict[str, Any]:
   }
 
 
-# These return None for values of another type or out of range.
+# The functions below return None for a value of the wrong type or range.
 
 
 def _number(value) -> float | None:
@@ -311,7 +320,7 @@ def _filter(value) -> Image.Resampling | None:
 
 
 def _size(value) -> tuple[str, int] | None:
-  """Returns the mode of resizing, an `augment.Resize`, and the pixels."""
+  """Returns the mode of resizing (an `augment.Resize`) and a side in pixels."""
   resize, sides = 'squash', [value]
   if isinstance(value, dict):
     sides = list(value.values())

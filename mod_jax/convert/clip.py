@@ -1,9 +1,9 @@
 """CLIP's vision tower in the naming of Hugging Face.
 
 The tower is a `ViT` without a head, with quick-GELU, a layer norm before the
-first block and no bias of the patches. It is read from a folder of its own, of
-the whole CLIP, or from within another model, as LLaVA's; only the beginnings of
-the names differ.
+first block and no bias in the patch embedding. The arrays of a tower by itself,
+in a whole CLIP or in another model, such as LLaVA, differ only in the prefixes
+of their names.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,12 +23,12 @@ from mod_jax.convert.files import Lazy
 from mod_jax.errors import UserError
 from mod_jax.models.vit import ViTConfig
 
-# Their names by ours, for `entry.entries`.
+# Maps our names to Hugging Face's, for `arrays.entries`.
 _TABLE = {
   'class_token': 'embeddings.class_embedding',
   'position': 'embeddings.position_embedding.weight',
   'patch': 'embeddings.patch_embedding.',
-  'input_norm': 'pre_layrnorm.',  # Spelt so.
+  'input_norm': 'pre_layrnorm.',  # Spelt like this in Hugging Face's code.
   'block_{}/attention_norm': 'encoder.layers.{}.layer_norm1.',
   'block_{}/attention/query': 'encoder.layers.{}.self_attn.q_proj.',
   'block_{}/attention/key': 'encoder.layers.{}.self_attn.k_proj.',
@@ -39,14 +39,14 @@ _TABLE = {
   'block_{}/mlp/down': 'encoder.layers.{}.mlp.fc2.',
   'norm': 'post_layernorm.',
 }
-# How published files begin all names; transformers 5 leaves it out.
+# Prefix of the tower's names in published files; transformers 5 omits it.
 PREFIX = 'vision_model.'
-# What a file of the whole CLIP has besides, and a buffer of old files.
+# Arrays to ignore: other parts of a whole CLIP, and a buffer in old files.
 _UNUSED = (
   r'(text_model|text_projection|visual_projection)\..*',
   r'logit_scale|embeddings\.position_ids',
 )
-# Fields of a tower's config that have one value here.
+# Fields of `ViTConfig` that have the same value for all towers.
 _FIXED = {
   'num_classes': 0,
   'activation': 'quick_gelu',
@@ -58,7 +58,7 @@ _FIXED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fields:
-  """The fields that are read of a config, with Hugging Face's defaults."""
+  """The fields that are read from a config, with Hugging Face's defaults."""
 
   hidden_size: config_lib.Width = 768
   intermediate_size: config_lib.Size = 3072
@@ -71,7 +71,7 @@ class _Fields:
   num_channels: Literal[3] = 3
 
 
-# Fields of theirs by ours.
+# Maps fields of `ViTConfig` to `_Fields`.
 _SAME = {
   'width': 'hidden_size',
   'mlp_dim': 'intermediate_size',
@@ -87,7 +87,7 @@ def derive(folder: str | os.PathLike) -> ViTConfig:
   """Returns the config of the tower in a directory of Hugging Face.
 
   Raises:
-    UserError: there is no `config.json`, or its tower is of another kind.
+    UserError: there is no `config.json`, or its tower is not supported.
   """
   fields = files.config_json(folder)
   where = f'{pathlib.Path(folder).expanduser()}/config.json'
@@ -97,7 +97,10 @@ def derive(folder: str | os.PathLike) -> ViTConfig:
 
 
 def part(fields: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-  """Returns the fields of one of several models in a `config.json`."""
+  """Returns the config of one model, such as 'vision_config', from `fields`.
+
+  `where` is the name of the file, for messages.
+  """
   found = fields.get(name)
   if not isinstance(found, dict):
     raise UserError(f'{where}: {name}={found!r}; expected an object of fields.')
@@ -105,7 +108,7 @@ def part(fields: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
 
 
 def from_fields(fields: Mapping[str, Any], where: str) -> ViTConfig:
-  """Returns the config of a tower from the fields of its own config."""
+  """Returns the config of a tower from the fields of Hugging Face's config."""
   theirs = config_lib.from_known(_Fields, fields, where)
   ours = {name: getattr(theirs, field) for name, field in _SAME.items()}
   with config_lib.inside(where):
@@ -113,10 +116,10 @@ def from_fields(fields: Mapping[str, Any], where: str) -> ViTConfig:
 
 
 def fields_of(config: ViTConfig) -> dict[str, Any]:
-  """Returns the fields of a tower's own config in Hugging Face.
+  """Returns the fields of Hugging Face's config of a tower.
 
   Raises:
-    UserError: CLIP has no such tower.
+    UserError: no tower of CLIP has such a config.
   """
   dense = config.dense_twin()
   for name, value in {**_FIXED, 'stem': None, 'residual_scale': 1.0}.items():
@@ -147,12 +150,12 @@ def read(
 ) -> dict[str, Lazy]:
   """Returns the parameters of a tower by name, read lazily.
 
-  `stored` are the tower's arrays by name, with or without `PREFIX`; None for
-  those of the safetensors in `folder`.
+  `stored` are the tower's arrays by name, with or without `PREFIX`; None means
+  the arrays of the safetensors in `folder`.
 
   Raises:
-    UserError: files are missing, or they hold another tower; lists all
-      differences.
+    UserError: files are missing, or their arrays do not fit `config`; the
+      message lists all differences.
   """
   stored = files.stored(folder) if stored is None else stored
   stored = {name.removeprefix(PREFIX): x for name, x in stored.items()}
@@ -167,9 +170,9 @@ def read(
 def arrays(
   params, config: ViTConfig, types: Mapping[str, str]
 ) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
-  """Returns what `files.write_sharded` writes, names without `PREFIX`.
+  """Returns a tower's arrays as `files.write_sharded` takes them.
 
-  `types` are keys of `files.DTYPES` by their names; float32 by default.
+  Names lack `PREFIX`. `types` are those of `convert.arrays.arrays`.
 
   Raises:
     UserError: the parameters are not those of the config.

@@ -1,4 +1,4 @@
-"""DETR in the naming of Hugging Face, with its own backbone or timm's."""
+"""DETR in Hugging Face's naming, with a backbone of Hugging Face or timm."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -18,7 +18,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.resnet import EXPANSION, ResNetConfig
 from mod_jax.models.detr import DETRConfig
 
-Naming = Literal['huggingface', 'timm']  # Whose backbone it is.
+Naming = Literal['huggingface', 'timm']  # Library of the backbone.
 
 # Parameters that routed models have in addition to those of their dense twins.
 ROUTING = (r'(encoder|decoder)/block_\d+/(source/)?router/.*',)
@@ -49,7 +49,7 @@ _TABLE = {
     }.items()
   },
 }
-# Names that transformers 5 has in memory, and its names on disk.
+# Substitutions that turn names in transformers 5's modules into names in files.
 _RENAMED = (
   (
     r'^model\.backbone\.(model\.)?(?!conv_encoder)',
@@ -63,37 +63,37 @@ _UNUSED = (r'.*\.num_batches_tracked',)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Backbone:
-  """Fields of the backbone's own config that no array shows."""
+  """Fields of the backbone's config that no array shows."""
 
   hidden_act: Literal['relu'] = 'relu'
   downsample_in_first_stage: Literal[False] = False
   downsample_in_bottleneck: Literal[False] = False
-  output_stride: Literal[32] | None = None  # Of timm; less is dilated.
+  output_stride: Literal[32] | None = None  # timm's; below 32, it is dilated.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fields:
-  """The fields that are read of a config, with Hugging Face's defaults."""
+  """The fields that are read from a config, with Hugging Face's defaults."""
 
   encoder_attention_heads: config_lib.Size = 8
   decoder_attention_heads: config_lib.Size = 8
   activation_function: Literal['relu'] = 'relu'
   position_embedding_type: Literal['sine'] = 'sine'
-  # None with a backbone of its own, by transformers 4.
+  # transformers 4 writes None if the backbone is not timm's.
   dilation: Literal[False] | None = False
   num_channels: Literal[3] = 3
-  # Else transformers norms the features between the decoder's layers, too.
+  # If True, transformers also normalises features between decoder layers.
   auxiliary_loss: Literal[False] = False
 
 
-# A file with it has the backbone of timm.
+# Files with an array of this name have timm's backbone.
 _OF_TIMM = f'{_BACKBONE}conv1.weight'
 
 
 def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
-  """Returns the table that maps the library's arrays to ours, on disk.
+  """Returns the table that maps the arrays in Hugging Face's files to ours.
 
-  Routing is ignored, and a model that the library does not have is refused.
+  Routing is ignored. Raises UserError if Hugging Face has no such model.
   """
   dense = config.dense_twin()
   fields = {
@@ -115,12 +115,15 @@ def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
 
 
 def _backbone(config: ResNetConfig, naming: Naming) -> dict[str, str]:
-  """Returns the names of the backbone's modules by ours."""
+  """Returns a table from our names of the backbone's modules to `naming`'s."""
 
   table = {}
 
   def add(ours, timm, theirs):
-    """Adds a convolution and its norm: timm's two names, Hugging Face's one."""
+    """Adds the names of a convolution and its norm.
+
+    `timm` has timm's two names; `theirs` begins both names of Hugging Face.
+    """
     pair = (f'{theirs}.convolution', f'{theirs}.normalization')
     pair = timm if naming == 'timm' else pair
     for kind, module in zip(('conv', 'norm'), pair, strict=True):
@@ -140,7 +143,10 @@ def _backbone(config: ResNetConfig, naming: Naming) -> dict[str, str]:
 
 
 def on_disk(name: str) -> str:
-  """Returns a name of Hugging Face as its files have it."""
+  """Converts a name in transformers' modules to that in Hugging Face's files.
+
+  Names in files remain as they are.
+  """
   for old, new in _RENAMED:
     name = re.sub(old, new, name)
   return name
@@ -149,9 +155,9 @@ def on_disk(name: str) -> str:
 def derive(path: str | os.PathLike) -> DETRConfig:
   """Returns the config of the model in a folder of Hugging Face.
 
-  Its heads are those of the config.json, other sizes those of the arrays;
-  pictures are padded to 1333 × 1333 pixels, which is room for the published
-  sizes in either orientation.
+  The number of attention heads comes from `config.json`, other sizes from the
+  arrays. Images are padded to 1333 × 1333 pixels: the published preprocessing
+  makes no side longer than that, in either orientation.
   """
   arrays = _read(path)
   where = f'{path}/config.json'
@@ -213,10 +219,10 @@ def derive(path: str | os.PathLike) -> DETRConfig:
 
 
 def their_config(config: DETRConfig, names: Sequence[str]) -> dict[str, Any]:
-  """Returns the config.json of a dense model that `save` has written.
+  """Returns the fields of the `config.json` for weights that `save` writes.
 
-  `names` of the classes are by number, '' for numbers that no class has; there
-  may be fewer than the model has numbers.
+  `names` has the classes' names in the order of the logits, '' for a logit
+  without a class. Names may be fewer than `config.num_classes`.
   """
   backbone = config.backbone
   sides = {
@@ -231,7 +237,7 @@ def their_config(config: DETRConfig, names: Sequence[str]) -> dict[str, Any]:
       ('ffn_dim', config.mlp_dim),
     )
   }
-  # Several classes of one name would be one.
+  # Placeholders must differ: they are keys of `label2id` below.
   shown = [f'N/A {i}' for i in range(config.num_classes)]
   for i, name in enumerate(names):
     shown[i] = name or shown[i]
@@ -243,7 +249,7 @@ def their_config(config: DETRConfig, names: Sequence[str]) -> dict[str, Any]:
     'activation_function': 'relu',
     'position_embedding_type': 'sine',
     **{'dropout': config.dropout, 'num_channels': 3, 'dilation': False},
-    # The weights are in the file, those of the backbone too.
+    # The file has the backbone's weights too, so none are to be downloaded.
     **{'use_timm_backbone': False, 'use_pretrained_backbone': False},
     'backbone': None,
     'backbone_config': {
@@ -266,10 +272,9 @@ def _read(path) -> dict[str, np.ndarray]:
 
 
 def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, Lazy]:
-  """Returns those of a model's variables that a file has, by name.
+  """Returns the variables of a model's dense twin by name, from a file.
 
-  `path` is a file of weights of Hugging Face, or a folder with one. Routers are
-  left out.
+  `path` is a file of weights of Hugging Face, or a folder with one.
   """
   arrays = _read(path)
   entries = names(config, 'timm' if _OF_TIMM in arrays else 'huggingface')
@@ -286,10 +291,10 @@ def save(
   variables: Mapping[str, Any],
   config: DETRConfig,
 ) -> None:
-  """Writes the weights of a model's dense twin as Hugging Face has them.
+  """Writes the weights of a model's dense twin in Hugging Face's naming.
 
-  Its DetrForObjectDetection can load the file, with a `config.json` beside it.
-  The backbone's names are its own there; in published files they are timm's.
+  transformers' DetrForObjectDetection can load the file if a `config.json` is
+  beside it. The backbone has Hugging Face's names; published files have timm's.
   """
   entries = names(config, 'huggingface')
   files.check_suffix(pathlib.Path(path))

@@ -25,7 +25,8 @@ SUFFIXES = ('.safetensors', '.npz', '.pth')
 _PYTORCH = ('.pth', '.pt', '.bin', '.ckpt', '.tar')
 # Present and former file name in model directories of Hugging Face and timm.
 _IN_DIRECTORY = ('model.safetensors', 'pytorch_model.bin')
-# By name in safetensors, which supports bfloat16 if ml_dtypes is imported.
+# NumPy types by their names in safetensors, which supports bfloat16 because
+# ml_dtypes is imported.
 DTYPES = {
   'F64': np.float64,
   'F32': np.float32,
@@ -38,16 +39,17 @@ DTYPES = {
   'U8': np.uint8,
   'BOOL': np.bool_,
 }
-# Compression of an `.npz`, and the largest ratio of contents to file size.
+# Methods by which NumPy compresses an `.npz`, and the largest ratio of contents
+# to file size that is accepted.
 _PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _MOST_PACKED = 16
 INDEX = 'model.safetensors.index.json'  # Lists the files of a sharded model.
-SHARDS = 'model-?????-of-?????.safetensors'  # Their names.
-SHARD = 5 * 10**9  # Most bytes per file of weights, as in Hugging Face.
+SHARDS = 'model-?????-of-?????.safetensors'  # Pattern of these files' names.
+SHARD = 5 * 10**9  # Maximum bytes per file of weights, as in Hugging Face.
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:
-  """Returns the file of weights at a path: itself, or one in a directory."""
+  """Returns `path` if it is a file, or the file of weights in a directory."""
   path = pathlib.Path(path).expanduser()
   if path.is_dir():
     for name in _IN_DIRECTORY:
@@ -71,7 +73,7 @@ def config_json(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def copy(source: pathlib.Path, folder: pathlib.Path, names) -> None:
-  """Copies those of the named files that are in the directory `source`."""
+  """Copies the named files of a directory to `folder`; skips missing ones."""
   for name in names:
     if (source / name).is_file():
       paths.write_bytes(folder / name, (source / name).read_bytes())
@@ -89,7 +91,7 @@ def check_suffix(path: pathlib.Path) -> None:
 def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
   """Returns the arrays of a file, or of a model's directory, by name.
 
-  Floating-point ones are float32.
+  Floating-point arrays are converted to float32.
 
   Raises:
     UserError: there is no such file, it cannot be read, or values are not
@@ -106,7 +108,7 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def _damage(path):
-  """Turns what damaged files raise, of many types, into a UserError."""
+  """Turns exceptions of any type, as damaged files raise, into a UserError."""
   try:
     yield
   except UserError:
@@ -161,12 +163,12 @@ class Lazy:
 
 
 def has_stored(folder: pathlib.Path) -> bool:
-  """Whether there are weights in safetensors in a directory."""
+  """Returns whether a directory has weights as safetensors."""
   return any((folder / name).is_file() for name in (_IN_DIRECTORY[0], INDEX))
 
 
 def stored(folder: str | os.PathLike) -> dict[str, Lazy]:
-  """Returns the arrays in a directory's safetensors by name, without reading.
+  """Returns the arrays in a directory's safetensors by name, read lazily.
 
   The directory has either one file, `model.safetensors`, or an index that names
   several.
@@ -210,7 +212,10 @@ def stored(folder: str | os.PathLike) -> dict[str, Lazy]:
 
 
 def _headers(path) -> dict[str, Lazy]:
-  """Returns the arrays of a file of safetensors by name, without reading."""
+  """Returns a `Lazy` for each array in a safetensors file, by name.
+
+  Only the file's header is read. Raises UserError for quantised weights.
+  """
 
   def read(name):
     with _damage(path), safetensors.safe_open(path, 'numpy') as file:
@@ -263,14 +268,15 @@ def write(
   """Writes a file of arrays atomically; creates missing directories.
 
   Args:
-    path: of the file, with one of `SUFFIXES`.
-    arrays: by name; float32 or int64 for `.pth`.
+    path: path of the file, with one of `SUFFIXES`.
+    arrays: arrays by name; for `.pth`, float32 or int64.
     torch_key: for `.pth`, key of a dictionary under which the arrays are
       stored, as some libraries expect; None stores them at the top level.
   """
   path = pathlib.Path(path).expanduser()
   check_suffix(path)
-  # Safetensors ignores strides when it writes an array's memory.
+  # Make arrays contiguous: safetensors writes their memory without regard to
+  # strides.
   arrays = {name: np.asarray(a, order='C') for name, a in arrays.items()}
   try:
     with paths.replacing(path) as file:
@@ -294,8 +300,8 @@ def write_sharded(
 ) -> None:
   """Writes a directory's safetensors: one file, or several with an index.
 
-  Each array is given as its name, its bytes and a function that returns it; an
-  earlier model's files are removed.
+  `arrays` has (name, size in bytes, function that returns the array). Files of
+  an earlier model's weights in the directory are removed.
   """
   shards, room = [], 0
   for name, size, read_one in arrays:

@@ -1,8 +1,8 @@
-"""GGUF: llama.cpp's files of a language model with its tokenizer.
+"""Reads GGUF, llama.cpp's files of a language model with its tokenizer.
 
-A GGUF file has what elsewhere is a folder of Hugging Face: `unpack` writes the
-small files of such a folder, and `stored` reads the weights, by the names that
-they have there.
+A GGUF file holds what Hugging Face has in a folder: `unpack` writes the config
+and tokenizer as such a folder, and `stored` reads the weights, with Hugging
+Face's names.
 """
 
 import functools
@@ -22,9 +22,10 @@ from mod_jax.errors import UserError
 from mod_jax.layers import rope
 
 _MAGIC = b'GGUF'
-# The unpacked folders, each under a hash of its contents.
+# Directory of the unpacked folders, each named by a hash of its contents.
 _CACHE = '~/.cache/mod_jax/gguf'
-# `config.json`'s names by those of the metadata, after the architecture's.
+# Maps the metadata's names, without the prefix of the architecture, to those in
+# `config.json`.
 _FIELDS = {
   'block_count': 'num_hidden_layers',
   'embedding_length': 'hidden_size',
@@ -37,7 +38,7 @@ _FIELDS = {
   'context_length': 'max_position_embeddings',
   'rope.freq_base': 'rope_theta',
 }
-# Names in Hugging Face's files by those here; `{}` is a block's number.
+# Maps GGUF's names of modules to Hugging Face's; `{}` is a block's number.
 _NAMES = {
   'token_embd': 'model.embed_tokens',
   'output_norm': 'model.norm',
@@ -55,9 +56,10 @@ _NAMES = {
   'blk.{}.ffn_down': 'model.layers.{}.mlp.down_proj',
 }
 _ROPE_FACTORS = 'rope_freqs.weight'
-# Architectures; Mistral's models are of the architecture `llama`.
+# Supported architectures. GGUF counts Mistral's models as `llama`.
 _ARCHITECTURES = ('llama', 'qwen2', 'qwen3')
-# How texts are split before byte pairs are merged, by `tokenizer.ggml.pre`.
+# Regular expressions and pre-tokenizers that split texts before byte pairs are
+# merged; `_SPLITS` has them by `tokenizer.ggml.pre`.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = (
   rf'{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{%s}}'
@@ -69,14 +71,14 @@ _SPLITS = {
   'llama-bpe': _WORDS % '1,3',
   'qwen2': _WORDS % '1',
 }
-# Other names of llama.cpp for the same.
+# Other names in llama.cpp for the same splits.
 _SAME = {'llama3': 'llama-bpe', 'llama-v3': 'llama-bpe'}
-# Kinds of tokens, `tokenizer.ggml.token_type`.
+# Kinds of tokens in `tokenizer.ggml.token_type`.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 def is_gguf(path: str | os.PathLike) -> bool:
-  """Whether a path is a file in this format."""
+  """Returns whether a path is a GGUF file."""
   path = pathlib.Path(path).expanduser()
   if not path.is_file():
     return False
@@ -87,7 +89,7 @@ def is_gguf(path: str | os.PathLike) -> bool:
 def unpack(path: str | os.PathLike) -> pathlib.Path:
   """Writes a model's config and tokenizer as files of Hugging Face.
 
-  Returns their directory in the cache, which has no weights.
+  Returns the directory of these files in `_CACHE`; it has no weights.
   """
   metadata = _Metadata(path)
   config = _config(path, metadata)
@@ -95,7 +97,7 @@ def unpack(path: str | os.PathLike) -> pathlib.Path:
     tokenizer, beside = _tokenizer(path, metadata)
   except UserError:
     raise
-  except Exception as error:  # The library has no narrower one.
+  except Exception as error:  # `tokenizers` raises no narrower type.
     raise UserError(
       f'{path}: its metadata make no tokenizer ({error}): fetch it again.'
     ) from error
@@ -105,7 +107,7 @@ def unpack(path: str | os.PathLike) -> pathlib.Path:
   if not (folder / 'config.json').is_file():
     paths.write_bytes(folder / 'tokenizer.json', text.encode())
     files.write_json(folder / 'tokenizer_config.json', beside)
-    # Last: where it is, the others are complete.
+    # Written last: if this file exists, the other files are complete.
     files.write_json(folder / 'config.json', config)
   return folder
 
@@ -123,7 +125,7 @@ def stored(path: str | os.PathLike) -> dict[str, Lazy]:
     if tensor.name != _ROPE_FACTORS:
       module, _, suffix = tensor.name.rpartition('.')
       arrays[f'{_theirs(path, module)}.{suffix}'] = Lazy(
-        # Sizes are in the order of memory, the contiguous axis first.
+        # GGUF's shapes begin with the contiguous axis, NumPy's end with it.
         tuple(int(size) for size in reversed(tensor.shape)),
         functools.partial(
           _read, path, tensor, heads.get(module.rpartition('.')[2])
@@ -157,14 +159,18 @@ def _read(path, tensor, heads: int | None) -> np.ndarray:
   array = np.asarray(array, np.float32)
   files.check_finite(array, path, tensor.name)
   if heads is not None:
-    # Rotated channels lie in pairs there, and in two halves elsewhere.
+    # Pairs of channels that are rotated together are adjacent in GGUF. In
+    # Hugging Face's order, each half of a head has one channel of every pair.
     pairs = array.reshape(heads, -1, 2, *array.shape[1:])
     array = pairs.swapaxes(1, 2).reshape(array.shape)
   return array
 
 
 def _reader(path):
-  """Returns the reader of a file, which is kept until the file changes."""
+  """Returns the reader of a file. The last reader is cached.
+
+  A file that has changed is read again.
+  """
   path = os.path.expanduser(path)
   about = os.stat(path)
   return _read_header(path, about.st_size, about.st_mtime_ns)
@@ -188,7 +194,7 @@ def _read_header(path, size, changed):
 
 
 class _Metadata:
-  """The metadata of a file, decoded where they are read."""
+  """The metadata of a file; each value is decoded when it is read."""
 
   def __init__(self, path):
     self._path, self._fields = path, _reader(path).fields
@@ -240,7 +246,7 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
     'architectures': [f'{architecture.capitalize()}ForCausalLM'],
     'vocab_size': int(shapes['token_embd.weight'][-1]),
     'tie_word_embeddings': 'output.weight' not in shapes,
-    # An export's; without them, transformers has some of its own.
+    # For exports of the model: without these, transformers uses default ids.
     **{
       f'{end}_token_id': metadata.get(f'tokenizer.ggml.{end}_token_id')
       for end in ('bos', 'eos')
@@ -251,7 +257,7 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
 def _rope_scaling(path, metadata) -> dict[str, Any] | None:
   architecture = metadata['general.architecture']
   prefix = f'{architecture}.rope.scaling'
-  # Older files have the factor alone, by one of two names.
+  # Older files have no type, and the factor under either of two names.
   old = metadata.get(f'{architecture}.rope.scale_linear')
   factor = metadata.get(f'{prefix}.factor', old)
   kind = metadata.get(f'{prefix}.type', 'linear')
@@ -265,8 +271,8 @@ def _rope_scaling(path, metadata) -> dict[str, Any] | None:
   factors = [x for x in _reader(path).tensors if x.name == _ROPE_FACTORS]
   if not factors:
     return None
-  # Llama 3.1 and 3.2, whose files have the factor of each frequency instead of
-  # what they are made of.
+  # Files of Llama 3.1 and 3.2 have a factor for each frequency, but not the
+  # settings that these are computed from: find the settings that give them.
   head_dim = 2 * len(factors[0].data)
   theta = metadata[f'{architecture}.rope.freq_base']
   for factor in (8.0, 32.0):
@@ -314,7 +320,7 @@ def _tokenizer(path, metadata) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     for name, key in (('bos', 'bos'), ('eos', 'eos'), ('unk', 'unknown'))
     if f'{prefix}.{key}_token_id' in metadata
   }
-  # Files of Llama 3 do not say that its texts begin with the token.
+  # Texts of Llama 3 begin with this token, but its files lack `add_bos_token`.
   customary = kind == 'llama' or _split(metadata) == 'llama-bpe'
   begins = metadata.get(f'{prefix}.add_bos_token', customary)
   if begins and 'bos_token' in beside:
@@ -343,7 +349,7 @@ def _byte_pairs(path, vocab, metadata) -> tokenizers.Tokenizer:
     )
   merges = metadata.get('tokenizer.ggml.merges', [])
   merges = [tuple(merge.split(' ')) for merge in merges]
-  # Llama 3 takes whole words of the vocabulary before it merges.
+  # Llama 3 merges nothing in a word that is in the vocabulary as a whole.
   model = models.BPE(vocab, merges, ignore_merges=split == 'llama-bpe')
   tokenizer = tokenizers.Tokenizer(model)
   first, by_words = _SPLITS[split], False
@@ -362,13 +368,13 @@ def _byte_pairs(path, vocab, metadata) -> tokenizers.Tokenizer:
 
 
 def _sentence_pieces(vocab, metadata) -> tokenizers.Tokenizer:
-  """Returns SentencePiece's merges of pairs, the best scored first."""
+  """Returns a tokenizer that merges pairs by score, as SentencePiece does."""
   scores = metadata['tokenizer.ggml.scores']
   types = metadata.get('tokenizer.ggml.token_type', [_NORMAL] * len(scores))
   merges = []
   for token, i in vocab.items():
     if types[i] not in (_NORMAL, _USER_DEFINED):
-      continue  # Text that spells it is no such token.
+      continue  # Merges of text must not give a control or byte token.
     for cut in range(1, len(token)):
       pair = token[:cut], token[cut:]
       if all(part in vocab for part in pair):

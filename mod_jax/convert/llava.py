@@ -1,8 +1,8 @@
 """LLaVA 1.5 in the naming of Hugging Face.
 
-Reads and writes directories in the format of `transformers`, as `convert.lm`
-does: the language model and CLIP's tower are those of `convert.lm` and
-`convert.clip`, within longer names.
+Reads and writes directories in the format of `transformers`. `convert.lm` and
+`convert.clip` convert the language model and CLIP's tower; names of arrays have
+an additional prefix here.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,14 +26,14 @@ from mod_jax.errors import UserError, require
 from mod_jax.models import protocol
 from mod_jax.models.vlm import VLMConfig
 
-# How the names of each part begin: on disk, of which CLIP's may be followed by
-# its own beginning, and here.
+# Prefixes of names on disk, by our name of the part of the model. The tower's
+# may be followed by `clip.PREFIX`.
 _PARTS = {
   'language': 'language_model.',
   'tower': 'vision_tower.',
   'projector': 'multi_modal_projector.',
 }
-# Beginnings in the memory of transformers 5, and those on disk.
+# Patterns of prefixes in transformers 5's modules, and the prefixes on disk.
 _IN_MEMORY = (
   (r'model\.language_model\.', 'language_model.model.'),
   (r'lm_head\.', 'language_model.lm_head.'),
@@ -41,7 +41,7 @@ _IN_MEMORY = (
   (r'vision_tower\.vision_model\.', 'vision_tower.'),
 )
 _PROJECTOR = {'linear_1': 'linear_1.', 'linear_2': 'linear_2.'}
-# Defaults of transformers for a language model of which not all is said.
+# Defaults of transformers for fields that `text_config` lacks.
 _LLAMA = {
   'model_type': 'llama',
   'vocab_size': 32000,
@@ -50,7 +50,7 @@ _LLAMA = {
   'num_hidden_layers': 32,
   'num_attention_heads': 32,
 }
-# Likewise for the tower, of CLIP's large model.
+# Defaults for fields that `vision_config` lacks: those of CLIP's large model.
 _CLIP = {
   'hidden_size': 1024,
   'intermediate_size': 4096,
@@ -59,7 +59,7 @@ _CLIP = {
   'image_size': 336,
   'patch_size': 14,
 }
-# Files that are copied with those of the language model.
+# Files that `save` copies: the language model's, and the preprocessing's.
 _BESIDE = (
   *convert_lm.BESIDE,
   *('preprocessor_config.json', 'processor_config.json'),
@@ -68,12 +68,12 @@ _BESIDE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fields:
-  """The fields of a `config.json` that are read, but for the two models'."""
+  """The fields of a `config.json` that are read, except of the two models."""
 
   image_token_index: config_lib.Count | None = None
-  image_token_id: config_lib.Count | None = None  # The same, in newer files.
+  image_token_id: config_lib.Count | None = None  # Name in newer files.
   vision_feature_layer: int = -2
-  # Others keep the class token, or are for other projectors.
+  # Other values keep the class token or are of other projectors.
   vision_feature_select_strategy: Literal['default'] = 'default'
   projector_hidden_act: Literal['gelu'] = 'gelu'
   multimodal_projector_bias: Literal[True] = True
@@ -83,8 +83,8 @@ def derive(folder: str | os.PathLike) -> VLMConfig:
   """Returns the config of the model in a directory of Hugging Face.
 
   Raises:
-    UserError: there is no `config.json`, or a part of the model is of a kind
-      that is not known here.
+    UserError: there is no `config.json`, or a part of the model is not
+      supported.
   """
   return _from_fields(files.config_json(folder), f'{folder}/config.json')
 
@@ -112,7 +112,7 @@ def max_length(folder: str | os.PathLike) -> int:
 
 
 def _on_disk(name: str) -> str:
-  """Returns a name as the parts' tables have it."""
+  """Converts an array's name in transformers' modules to that on disk."""
   for pattern, replacement in _IN_MEMORY:
     name = re.sub(f'^{pattern}', replacement, name)
   return name
@@ -128,8 +128,8 @@ def read(folder: str | os.PathLike, config: VLMConfig) -> dict[str, Lazy]:
   """Returns the dense parameters of a model by name, read lazily.
 
   Raises:
-    UserError: files are missing, or they hold another model; lists all
-      differences in a part.
+    UserError: files are missing, or their arrays do not fit `config`; the
+      message lists all differences in a part.
   """
   stored = {_on_disk(n): x for n, x in files.stored(folder).items()}
   by_part = {
@@ -175,8 +175,8 @@ def save(
 ) -> None:
   """Writes the dense part of a model in the format of Hugging Face.
 
-  Arguments and errors are those of `convert.lm.save`; names of arrays, too, are
-  those of `like`.
+  Arguments and errors are those of `convert.lm.save`. If the `config.json` of
+  `like` is used, arrays also get the names that they have in `like`.
   """
   dense, folder = config.dense_twin(), pathlib.Path(folder).expanduser()
   fields = _config_json(dense, length, tokenizer)
@@ -198,7 +198,10 @@ def save(
 def _arrays(
   params, dense: VLMConfig, types
 ) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
-  """Returns what `files.write_sharded` writes, in the names of the tables."""
+  """Returns the arrays as `files.write_sharded` takes them, with their prefix.
+
+  Names of the tower lack `clip.PREFIX`.
+  """
 
   def of(part):
     prefix = _PARTS[part]

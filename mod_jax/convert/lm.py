@@ -29,7 +29,7 @@ from mod_jax.layers.rope import RopeScaling
 from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig
 
-# Names in a `config.json` of the fields of an `LMConfig` that mean the same.
+# Maps fields of an `LMConfig` to fields of a `config.json` of the same meaning.
 _FIELDS = {
   'vocab_size': 'vocab_size',
   'num_layers': 'num_hidden_layers',
@@ -38,7 +38,7 @@ _FIELDS = {
   'tied_head': 'tie_word_embeddings',
   'norm_epsilon': 'rms_norm_eps',
 }
-# The same of a `RopeScaling`, by its kind.
+# Maps fields of a `RopeScaling` to those of a `config.json`, by its kind.
 _ROPE = {
   'linear': {'factor': 'factor'},
   'llama3': {
@@ -48,7 +48,7 @@ _ROPE = {
     'original_length': 'original_max_position_embeddings',
   },
 }
-# Names of their modules and arrays by ours, for `entry.entries`.
+# Maps our names of modules and arrays to theirs, for `arrays.entries`.
 _TABLE = {
   'embedding': 'model.embed_tokens.weight',
   'block_{}/attention_norm': 'model.layers.{}.input_layernorm.',
@@ -65,9 +65,9 @@ _TABLE = {
   'norm': 'model.norm.',
   'head': 'lm_head.',
 }
-# Constant tensors in old files.
+# Arrays to ignore: constants in old files.
 _USELESS = r'.*\.rotary_emb\.inv_freq'
-# Files of the tokenizer and of the generation settings.
+# Files that `save` copies: the tokenizer's, and the generation settings.
 BESIDE = (
   *('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json'),
   *('special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt'),
@@ -75,8 +75,8 @@ BESIDE = (
 )
 
 
-# Settings of a `generation_config.json` that change even the likeliest text,
-# with values that do not.
+# Settings of a `generation_config.json` that change even greedy decoding, with
+# the values that have no effect.
 _GENERATION = {
   **{'repetition_penalty': 1, 'no_repeat_ngram_size': 0, 'num_beams': 1},
   **{'min_length': 0, 'min_new_tokens': 0},
@@ -90,7 +90,7 @@ _GENERATION = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fixed:
-  """Fields that change the function, and the values that are supported."""
+  """Fields that change what the model computes, with the supported values."""
 
   hidden_act: Literal['silu'] | None = None
   attention_bias: Literal[False] | None = None
@@ -132,8 +132,7 @@ class _Rope:
 class _Fields:
   """The fields of a `config.json` that are read, except `_Rope`, `_Fixed`.
 
-  Where a family's class in transformers has another default, it is in
-  `_DEFAULTS`.
+  `_DEFAULTS` has the defaults that transformers changes for a family of models.
   """
 
   vocab_size: config_lib.Size
@@ -157,7 +156,7 @@ class _Fields:
 
   @property
   def windows(self) -> set[int | None]:
-    """The different sliding windows of all layers; None is full attention."""
+    """The set of all layers' sliding windows; None means full attention."""
     if not self.use_sliding_window:
       return {None}
     slides = [
@@ -187,7 +186,7 @@ _DEFAULTS = {
   'qwen3': _QWEN | {'head_dim': 128},
 }
 FAMILIES = tuple(_DEFAULTS)
-# Fields that only families that have a default for them read.
+# Fields that are ignored in families without a default for them.
 _WINDOW = {
   *('sliding_window', 'use_sliding_window', 'max_window_layers'),
   'layer_types',
@@ -197,7 +196,7 @@ _WINDOW = {
 def _read_config(
   fields: Mapping[str, Any], where: str
 ) -> tuple[_Fields, _Rope]:
-  """Returns what is used of a `config.json`."""
+  """Returns the fields of a `config.json` that are used."""
   family = fields.get('model_type')
   if family not in FAMILIES:
     raise UserError(
@@ -213,7 +212,7 @@ def _read_config(
       f'{where}: the scaling of rotary positions is {rope!r}; expected an'
       ' object, such as {"rope_type": "linear", "factor": 2}.'
     )
-  # Names of older files, overridden by the present ones.
+  # Older files have these names; values with newer names take precedence.
   old = {'rope_theta': fields.get('rope_theta'), 'rope_type': rope.get('type')}
   rope = {name: x for name, x in old.items() if x is not None} | rope
   defaults = _DEFAULTS[family]
@@ -294,8 +293,8 @@ def read(
 ) -> dict[str, Lazy]:
   """Returns the dense parameters of a model by name, read lazily.
 
-  Those of scanned layers are stacked. `stored` are Hugging Face's arrays by
-  name; None for those of the safetensors at `path`.
+  Parameters of scanned layers are stacked. `stored` are Hugging Face's arrays
+  by name; None means those of the safetensors at `path`.
 
   Raises:
     UserError: files are missing, or they hold another model: the message lists
@@ -352,13 +351,14 @@ def save(
   Args:
     folder: directory, created if missing; files in it are replaced.
     params: nested dictionary of arrays; routers are left out.
-    config: of the model.
+    config: config of the model.
     like: directory of the model that this one was made from. If its
       architecture and sizes are the same, its `config.json`, types of arrays
       and tokenizer are used. Otherwise, or with None, writes a new
       `config.json`, and float32 arrays.
     length: longest input in training, in tokens, for a new `config.json`.
-    tokenizer: its begin and end tokens are written to a new `config.json`.
+    tokenizer: tokenizer whose begin and end ids are written to a new
+      `config.json`; None writes null.
 
   Raises:
     UserError: no supported architecture computes the same function, or the
@@ -381,9 +381,9 @@ def save(
 def arrays(
   params, config: LMConfig, types: Mapping[str, str]
 ) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
-  """Returns what `files.write_sharded` writes of a model's dense part.
+  """Returns a model's dense parameters as `files.write_sharded` takes them.
 
-  `types` are keys of `files.DTYPES` by their names; float32 by default.
+  `types` are those of `convert.arrays.arrays`.
 
   Raises:
     UserError: the parameters are not those of the config.
@@ -403,7 +403,7 @@ def fields_of(
   Arguments are those of `save`.
 
   Raises:
-    UserError: no architecture that is known here computes the same.
+    UserError: no supported architecture computes the same function.
   """
   _check_ours(dense)
   family = 'llama'
@@ -444,9 +444,9 @@ def max_length(path: str | os.PathLike) -> int:
 
 
 def unfollowed(path: str | os.PathLike) -> list[str]:
-  """Returns what a model's generation settings say that is not done here."""
+  """Returns a model's unsupported generation settings, as 'name=value'."""
   told = paths.read_object(pathlib.Path(path) / 'generation_config.json')
-  # Without that file, those of the config are meant.
+  # Models without that file have these settings in `config.json`.
   told = told or paths.read_object(pathlib.Path(path) / 'config.json')
   names = [k for k, x in _GENERATION.items() if told.get(k) not in (x, None)]
   if (ends := told.get('eos_token_id')) is not None:

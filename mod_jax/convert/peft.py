@@ -1,9 +1,9 @@
 """Low-rank adapters in the format of Hugging Face's PEFT.
 
 A folder holds `adapter_model.safetensors` and `adapter_config.json`; the model
-that the adapters belong to lies elsewhere. Language models have the names of
+that the adapters belong to is elsewhere. Language models have the names of
 `convert.lm`, and vision transformers those of Hugging Face in `convert.vit`. A
-vision model's heads may be stored whole, as PEFT's `modules_to_save`.
+vision model's heads may be stored as a whole, as PEFT's `modules_to_save`.
 """
 
 import os
@@ -26,25 +26,25 @@ from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
-# What PEFT puts before the names of the model's own modules.
+# PEFT's prefix of the names of the model's modules.
 _PREFIX = 'base_model.model.'
-# Its names of our two matrices.
+# Maps our names of an adapter's two matrices to PEFT's.
 _MATRICES = {'down': 'lora_A', 'up': 'lora_B'}
-# Settings that would change the function, and the values that are supported.
-# Others show in the names or shapes of the arrays.
+# Settings that change what the adapters compute, but no name or shape of an
+# array, with the supported values.
 _MUST_BE = {
   'peft_type': ('LORA',),
   'use_dora': (False, None),
   'alpha_pattern': ({}, None),
   'layer_replication': (None,),
   'alora_invocation_tokens': (None,),
-  # Others (PiSSA, OLoRA, CorDA, LoftQ) change the weights of the model, too.
+  # Other values (PiSSA, OLoRA, CorDA, LoftQ) change the base model's weights.
   'init_lora_weights': (True, False, 'gaussian', 'eva', 'orthogonal', None),
 }
 
 
 def holds_adapters(path: str | os.PathLike) -> bool:
-  """Whether a path is a folder of PEFT."""
+  """Returns whether a path is a folder with adapters of PEFT."""
   return (pathlib.Path(path) / CONFIG).is_file()
 
 
@@ -56,7 +56,7 @@ def base_of(folder: str | os.PathLike) -> str:
   """Returns the folder of the model that the adapters belong to.
 
   Raises:
-    UserError: it is not known, or not on this machine.
+    UserError: the adapters' config does not name it, or it does not exist.
   """
   base = _fields(folder).get('base_model_name_or_path')
   if not isinstance(base, str) or not os.path.exists(base):
@@ -69,10 +69,10 @@ def base_of(folder: str | os.PathLike) -> str:
 
 
 def derive(folder: str | os.PathLike, base):
-  """Returns the config `base` of a model with the adapters of a folder.
+  """Returns a model's config `base` with the adapters in a folder added.
 
   Raises:
-    UserError: the adapters are of another kind, or of another model.
+    UserError: the adapters are not supported, or belong to another model.
   """
   fields, where = _fields(folder), f'{folder}/{CONFIG}'
   for key, allowed in _MUST_BE.items():
@@ -88,7 +88,7 @@ def derive(folder: str | os.PathLike, base):
       f'{where}: r={rank!r} and lora_alpha={alpha!r}: expected two numbers.'
     )
   if fields.get('use_rslora'):
-    alpha *= rank**0.5  # It divides by the rank's root, and we by the rank.
+    alpha *= rank**0.5  # rsLoRA divides by the rank's root, we by the rank.
   arrays = _arrays(folder, base)
   maps = [
     _module(entry)
@@ -110,7 +110,7 @@ def derive(folder: str | os.PathLike, base):
 
 
 def _patterns(maps: list[str]) -> tuple[str, ...]:
-  """Returns regular expressions that match these names of maps alone."""
+  """Returns regular expressions that match only these names of maps."""
   blocks = {}
   for name in maps:
     block, _, kind = name.partition('/')
@@ -140,7 +140,7 @@ def _key(theirs: str, matrix: str) -> str:
 
 
 def _arrays(folder, config) -> dict[str, np.ndarray]:
-  """Returns the arrays by the names of our tables, without PEFT's prefix."""
+  """Returns the arrays in a folder by name, without PEFT's prefix."""
   file = pathlib.Path(folder) / WEIGHTS
   if not file.is_file():
     raise UserError(
@@ -156,10 +156,10 @@ def _arrays(folder, config) -> dict[str, np.ndarray]:
 
 
 def read(folder: str | os.PathLike, config) -> dict[str, np.ndarray]:
-  """Returns the parameters in a folder by name: adapters, and perhaps heads.
+  """Returns the parameters in a folder by name: adapters, and any heads.
 
   Raises:
-    UserError: the arrays are not those of the config; lists all differences.
+    UserError: the arrays do not fit `config`; lists all differences.
   """
   shapes = arrays_lib.shapes_of(config)
   arrays, expected, ours = _arrays(folder, config), {}, {}
@@ -171,8 +171,8 @@ def read(folder: str | os.PathLike, config) -> dict[str, np.ndarray]:
       name = f'{_module(entry)}_lora/{matrix}/kernel'
       if name in shapes:
         key, shape = _key(entry.theirs, matrix), shapes[name]
-        # The rank is the last axis of the first matrix, and the first axis of
-        # the second. Theirs are transposed.
+        # The rank is the last axis of our first matrix, and the first axis of
+        # our second. PEFT's matrices are transposed.
         rank = config.lora.rank
         size = int(np.prod(shape)) // rank
         expected[key] = (rank, size) if matrix == 'down' else (size, rank)
@@ -182,7 +182,7 @@ def read(folder: str | os.PathLike, config) -> dict[str, np.ndarray]:
     {name: array.shape for name, array in arrays.items()},
     describe=f'{folder}, adapters of PEFT,',
   )
-  # Heads are transposed, too; their biases are not changed by that.
+  # Kernels of heads are transposed too. Transposition does not change biases.
   return {
     name: arrays[key].T.reshape(shapes[name]) for key, name in ours.items()
   }
@@ -195,7 +195,7 @@ def save(folder: str | os.PathLike, params, config, base: str | None) -> None:
   model that the adapters belong to; None if unknown.
 
   Raises:
-    UserError: Hugging Face has no such model.
+    UserError: Hugging Face has no such model, or PEFT no such adapters.
   """
   folder = pathlib.Path(folder).expanduser()
   language = isinstance(config, LMConfig)

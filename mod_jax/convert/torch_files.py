@@ -1,8 +1,8 @@
 """Reads and writes PyTorch's files of weights, safely and without PyTorch.
 
-`torch.save` writes a pickle, and unpickling can run arbitrary code. Here only
-the instructions that weights need are run, and the few functions that they may
-name have stand-ins; all others are refused by name.
+`torch.save` writes a pickle, and unpickling can run arbitrary code. This module
+executes only the pickle instructions that weights need, replaces the few
+functions that weights name by its own, and refuses all others.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from mod_jax.errors import UserError
 
 # Keys under which checkpoints of training scripts store the weights.
 _WEIGHTS = ('model', 'state_dict')
-# Limit for the pickle of names and shapes; that of ViT-L has 60 kB.
+# Limit for the pickle of names and shapes; the pickle of ViT-L has 60 kB.
 _PICKLE_BYTES = 64 << 20
 # Start of files in PyTorch's format before 1.6, which some releases still use.
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
@@ -47,7 +47,10 @@ def _tensor(storage, offset, shape, strides, *_) -> np.ndarray:
 
 
 class _Dictionary(dict):
-  """Hashing a key of deeply nested tuples could take exponential time."""
+  """A dictionary whose keys are strings and integers only.
+
+  To hash a key of deeply nested tuples could take exponential time.
+  """
 
   def __init__(self, pairs=()):
     super().__init__()
@@ -60,7 +63,7 @@ class _Dictionary(dict):
     super().__setitem__(key, value)
 
 
-# Stand-ins for what a pickle may name.
+# Replacements for the functions and classes that a pickle may name.
 _GLOBALS = {
   'collections.OrderedDict': _Dictionary,
   'argparse.Namespace': _Dictionary,  # Settings of a training run, ignored.
@@ -89,17 +92,17 @@ _INSTRUCTIONS = (
 )
 
 
-# The reader in Python, since that in C allocates as many places as the largest
-# index of an object in the file.
+# Extends pickle's reader in Python. The reader in C allocates as many places for
+# objects as the largest index in the file, which a bad file can make huge.
 class _Unpickler(pickle._Unpickler):
-  """Reads a pickle; its storages, by key, are zeros to be filled."""
+  """Reads a pickle. Afterwards, `storages` has zeros by key, to be filled."""
 
   dispatch = {
     code: pickle._Unpickler.dispatch[code]
     for code in (getattr(pickle, name)[0] for name in _INSTRUCTIONS)
   } | {
     pickle.EMPTY_DICT[0]: lambda self: self.append(_Dictionary()),
-    # Ignores a dictionary's attributes: versions of modules.
+    # Ignores attributes of dictionaries, which are versions of modules.
     pickle.BUILD[0]: lambda self: self.stack.pop(),
   }
 

@@ -39,7 +39,7 @@ ROUTING = (
 )
 
 
-# Fields that only CLIP's towers have otherwise; see `convert.clip`.
+# Fields in which only CLIP's towers have other values; see `convert.clip`.
 _PLAIN = {'activation': 'gelu', 'patch_bias': True, 'input_norm': False}
 
 
@@ -49,8 +49,9 @@ class _Library:
 
   Attributes:
     label: name of the library, for messages.
-    table: its names of modules and arrays by ours, as `entry.entries` takes it.
-    required: fields that all its models have in common.
+    table: the library's names of modules and arrays by ours, for
+      `arrays.entries`.
+    required: fields of a `ViTConfig`, with the values in all of its models.
     unused: patterns of arrays to ignore.
   """
 
@@ -79,7 +80,7 @@ _TIMM = _Library(
   },
   required={'residual_scale': 1.0, 'stem': None, 'distillation_head': True},
 )
-# Without the prefix `vit.` or `deit.`, which only some of its classes have.
+# Names lack the prefix `vit.` or `deit.`, which only some classes have.
 _HUGGING_FACE = _Library(
   label='Hugging Face',
   table={
@@ -100,7 +101,7 @@ _HUGGING_FACE = _Library(
     'head_distilled': 'distillation_classifier.',
   },
   required={'residual_scale': 1.0, 'stem': None},
-  # The heads of other tasks than classification.
+  # Arrays for other tasks than classification.
   unused=(r'pooler\..*', r'embeddings\.mask_token'),
 )
 _TORCHVISION = _Library(
@@ -148,8 +149,8 @@ _LIBRARIES = {
   'torchvision': _TORCHVISION,
   'lvvit': _LV_VIT,
 }
-# The prediction heads of Rao et al. 2021, beside the names of timm or, with an
-# LV-ViT backbone, of LV-ViT.
+# Names of prediction heads in the code of Rao et al. 2021. Its other names are
+# those of timm or, with an LV-ViT backbone, of LV-ViT.
 _PREDICTIONS = {
   'prediction_{}/norm': 'score_predictor.{}.in_conv.0.',
   'prediction_{}/linear_0': 'score_predictor.{}.in_conv.1.',
@@ -157,9 +158,9 @@ _PREDICTIONS = {
   'prediction_{}/linear_2': 'score_predictor.{}.out_conv.2.',
   'prediction_{}/linear_3': 'score_predictor.{}.out_conv.4.',
 }
-# Beginnings of Hugging Face's names that depend on the class that saved them.
+# Substitutions of prefixes in Hugging Face's names that depend on the class.
 _RENAMED = ((r'^cls_classifier\.', 'classifier.'), (r'^(vit|deit)\.', ''))
-# Parts of its names on disk, and in the memory of transformers 5.
+# Parts of Hugging Face's names on disk, and in transformers 5's modules.
 _IN_MEMORY = (
   ('encoder.layer.', 'layers.'),
   ('.attention.attention.query.', '.attention.q_proj.'),
@@ -175,8 +176,8 @@ def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
   """Returns the table that maps a library's arrays to ours.
 
   It has all arrays of the dense model and, with naming 'dynamicvit', the
-  prediction heads of a `DynamicViTConfig`. Those of our names that begin with
-  `batch_stats/` belong to that collection; the others are parameters. Names of
+  prediction heads of a `DynamicViTConfig`. Our names that begin with
+  `batch_stats/` belong to that collection; all others are parameters. Names of
   Hugging Face lack the prefix of the class. Routing is ignored.
 
   Raises:
@@ -216,9 +217,9 @@ def _library(naming: Naming, stem: bool) -> _Library:
   )
 
 
-# Numbers of heads by width, in all published ViTs and DeiTs.
+# Number of attention heads by width, in all published ViTs and DeiTs.
 _USUAL_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
-# Epsilons of the layer norms where no file has one; 1e-6 for other namings.
+# Epsilon of the layer norms by naming, if no JSON file has it; else 1e-6.
 _EPSILON = {'huggingface': 1e-12, 'lvvit': 1e-5}
 
 
@@ -236,13 +237,19 @@ class _File:
     return _STEM in self.arrays
 
   def array(self, module: str, suffix: str = '', rank: int | None = None):
-    """Returns the array of a module of ours, of block 0; None for none."""
+    """Returns the array of our module `module`, in block 0, if the file has it.
+
+    `suffix` follows the module's name. Returns None if the rank is not `rank`.
+    """
     name = self.library.table.get(module, '').format(0) + suffix
     array = self.arrays.get(name)
     return None if rank and getattr(array, 'ndim', 0) != rank else array
 
   def numbers(self, module: str) -> set[int]:
-    """Returns the numbers of blocks, or of prediction heads."""
+    """Returns the numbers of all blocks, or prediction heads, in the file.
+
+    `module` is our name of any module in one of them.
+    """
     prefix = self.library.table.get(module, '{}').partition('{}')[0]
     pattern = re.compile(re.escape(prefix) + r'(\d+)\.')
     return {int(m[1]) for m in map(pattern.match, self.arrays) if m}
@@ -250,7 +257,7 @@ class _File:
   def sizes(self) -> dict[str, Any]:
     """Returns the fields of a config that the arrays' shapes determine.
 
-    For DynamicViT also `stages`, the number of its prediction heads.
+    For DynamicViT, `stages` is the number of prediction heads.
     """
     sizes = {}
     distilled = self.array('distillation_token') is not None
@@ -305,7 +312,7 @@ def _read(path: str | os.PathLike) -> _File:
 
 
 def on_disk(name: str) -> str:
-  """Returns a name of Hugging Face as in the table of `names`."""
+  """Converts a name in Hugging Face's files or modules to that in `names`."""
   for old, new in _RENAMED:
     name = re.sub(old, new, name)
   for disk, memory in _IN_MEMORY:
@@ -314,14 +321,14 @@ def on_disk(name: str) -> str:
 
 
 def in_memory(name: str, config: Config) -> str:
-  """Returns a name of Hugging Face as modules have it; undoes `on_disk`."""
+  """Converts a name in `names` to that in transformers 5's modules."""
   for disk, memory in _IN_MEMORY:
     name = name.replace(disk, memory)
   return _prefixed(name, config.dense_twin())
 
 
 def _prefixed(name: str, dense: ViTConfig) -> str:
-  """Returns a name of Hugging Face as its class for the model has it."""
+  """Returns the name with the prefix of Hugging Face's class for the model."""
   if name.startswith('classifier.'):
     return f'cls_{name}' if dense.has_distillation_head else name
   if name.startswith('distillation_classifier.'):
@@ -337,8 +344,8 @@ def derive(path: str | os.PathLike, **known) -> Config:
   for the width, with a warning.
 
   Args:
-    path: of a file of weights or a model's directory, as for `load`.
-    **known: fields of a `ViTConfig` that override those of the files.
+    path: a file of weights or a model's directory, as for `load`.
+    **known: fields of a `ViTConfig` that override values from the files.
 
   Raises:
     UserError: there is no such file, it has no vision transformer of these
@@ -390,7 +397,7 @@ def derive(path: str | os.PathLike, **known) -> Config:
   dense = ViTConfig(**fields | known)
   if not stages:
     return dense
-  # The file has the number of stages, but not their positions.
+  # The file shows only the number of stages. Assume the paper's positions.
   positions = equal_stages(dense.num_layers, stages)
   return DynamicViTConfig(backbone=dense, stages=positions)
 
@@ -405,15 +412,14 @@ def load(
 
   Position embeddings are resampled if the image size differs. A head that is
   missing or for another number of classes is newly initialised, with a warning.
-  So are routing parameters, which the dense twin does not have, except for
-  prediction heads in files of DynamicViT.
+  Routing parameters are newly initialised too, except for prediction heads in
+  files of DynamicViT.
 
   Args:
-    path: of a `.safetensors`, `.npz` or `.pth` file in any `Naming`, which is
-      detected; or of a directory with `model.safetensors` or
-      `pytorch_model.bin`.
-    config: of the model.
-    key: to initialise new parameters. With None, heads are zero, and other
+    path: a `.safetensors`, `.npz` or `.pth` file in any `Naming`, which is
+      detected; or a directory with `model.safetensors` or `pytorch_model.bin`.
+    config: config of the model.
+    key: random key for new parameters. With None, heads are zero, and other
       parameters use `jax.random.key(0)`.
 
   Returns:
@@ -422,9 +428,9 @@ def load(
 
   Raises:
     UserError: there is no such file; it has no vision transformer of these
-      libraries; or another architecture, in which case the message has its
-      sizes and all arrays that are missing, unexpected or of another shape.
-      Also if the model has batch statistics, which `load_variables` returns.
+      libraries; it has another architecture, in which case the message has its
+      sizes and all arrays that are missing, unexpected or of another shape; or
+      the model has batch statistics, which `load_variables` returns.
   """
   if config.dense_twin().stem is not None:
     raise UserError(
@@ -453,13 +459,13 @@ def load_variables(
 def read(
   path: str | os.PathLike, config: Config, *, truncate: bool = False
 ) -> dict[str, Lazy]:
-  """Returns those of a model's variables that a file contains, by name.
+  """Returns the variables of a model that a file contains, by name.
 
-  Heads that are missing or for another number of classes are left out, with a
-  warning, and so are routing parameters. Names of batch statistics begin with
-  `batch_stats/`. `truncate` accepts weights of a deeper model and takes its
-  first blocks (`config.isoflop_twin()`); the other arguments, and errors, are
-  those of `load`.
+  Heads that the file lacks or has for another number of classes are left out,
+  with a warning, and so are routing parameters. Names of batch statistics begin
+  with `batch_stats/`. `truncate` accepts weights of a deeper model and uses only
+  its first blocks (`config.isoflop_twin()`); the other arguments, and errors,
+  are those of `load`.
   """
   file, dense = _read(path), config.dense_twin()
   entries, shapes = names(config, file.naming), arrays_lib.shapes_of(config)
@@ -489,7 +495,7 @@ def read(
     + ',',
   )
   for name, classes in heads.items():
-    # A warning, since the model cannot classify until the head is trained.
+    # Warn: the model cannot classify until the head is trained.
     logging.warning(
       '%s: %s is made new, for num_classes=%d; %s in these weights.',
       *(file.path, name, dense.num_classes, f'{classes or "there is none"}'),
@@ -512,12 +518,12 @@ def save(
   Hugging Face also needs a `config.json` in the same directory.
 
   Args:
-    path: of the file, ending in `.safetensors`, `.npz` or `.pth`; an existing
-      file is replaced atomically.
+    path: path of the file, ending in `.safetensors`, `.npz` or `.pth`; an
+      existing file is replaced atomically.
     params: nested dictionary of arrays, as `load` returns it.
-    config: of the model.
-    naming: the library.
-    batch_stats: the collection of that name, for a model with a convolutional
+    config: config of the model.
+    naming: library whose names are used.
+    batch_stats: the collection `batch_stats`, for a model with a convolutional
       stem.
 
   Raises:
@@ -534,7 +540,7 @@ def save(
   if naming == 'huggingface':
     dense = config.dense_twin()
     arrays = {_prefixed(name, dense): x for name, x in arrays.items()}
-  # PyTorch's layers require these, but use them only in training.
+  # PyTorch's batch norms require these counters, but use them only in training.
   arrays |= {
     name.replace('running_var', 'num_batches_tracked'): np.int64(0)
     for name in arrays
@@ -585,10 +591,10 @@ def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
 
 
 def resampled(position_LD, dense: ViTConfig) -> jax.Array | np.ndarray:
-  """Returns position embeddings of the model's resolution.
+  """Returns the position embeddings, interpolated to the model's resolution.
 
-  Those that are not of a square, or have another width, are of another kind of
-  model, and remain as they are.
+  Embeddings of another width, or of patches that form no square, belong to
+  another kind of model. They are returned unchanged.
   """
   length, width = position_LD.shape
   patches = max(length - dense.num_prefix, 0)
@@ -607,11 +613,11 @@ def resampled(position_LD, dense: ViTConfig) -> jax.Array | np.ndarray:
 
 
 def _new_heads(file: _File, expected: Mapping) -> dict[str, int | None]:
-  """Returns heads that need a new initialisation.
+  """Returns the heads that need a new initialisation, by name.
 
   The values are the number of classes in the weights, or None if the head is
-  missing. It is an error if only the second head of a distilled model is
-  missing, since the logits are the mean of both.
+  missing. Raises UserError if only the second head of a distilled model is
+  missing: the logits would be the mean of a trained and an untrained head.
   """
   new = {}
   for head in ('head', 'head_distilled', 'head_tokens'):
@@ -625,7 +631,7 @@ def _new_heads(file: _File, expected: Mapping) -> dict[str, int | None]:
         new[head] = count[0]
     elif head != 'head_distilled':
       new[head] = None
-    # If the token is missing too, `read` reports a different architecture.
+    # If the distillation token is missing too, `read` reports it.
     elif file.array('distillation_token') is not None:
       if new.get('head', 0) is not None:
         raise UserError(

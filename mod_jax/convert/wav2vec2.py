@@ -1,8 +1,8 @@
 """Wav2Vec2 in the naming of Hugging Face: base, large and XLS-R.
 
-The position convolution is stored there as a direction and a length for each
-tap (weight normalisation, Salimans & Kingma 2016), under names that depend on
-PyTorch's version, or folded to one kernel. Ours is folded.
+Hugging Face stores the kernel of the position convolution as a direction and a
+length for each tap (weight normalisation, Salimans & Kingma 2016), under names
+that depend on PyTorch's version, or as one array. Ours is one array.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from mod_jax.errors import UserError
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
 _LABEL = 'Hugging Face'
-# Their names by ours, without the prefix `wav2vec2.`.
+# Maps our names to theirs, without the prefix `wav2vec2.`.
 _TABLE = {
   'conv_{}': 'feature_extractor.conv_layers.{}.conv.',
   'conv_norm_{}': 'feature_extractor.conv_layers.{}.layer_norm.',
@@ -49,10 +49,11 @@ _NORMALISED = (
   tuple(f'{_POSITION}parametrizations.weight.original{i}' for i in (0, 1)),
   tuple(f'{_POSITION}weight_{x}' for x in 'gv'),
 )
-# What files may lack, and is then made new: a model that was only pretrained
-# has no head, and one without SpecAugment no vector for hidden frames.
+# Arrays that files may lack, and that are then initialised: a model that was
+# only pretrained has no head, and a model that was trained without SpecAugment
+# has no embedding of masked frames.
 _OPTIONAL = ('lm_head.weight', 'lm_head.bias', 'masked_spec_embed')
-# Heads of pretraining.
+# Arrays to ignore: heads of pretraining.
 _UNUSED = (r'quantizer\..*', r'project_(hid|q)\..*')
 
 
@@ -74,14 +75,14 @@ class _Fields:
   num_conv_pos_embedding_groups: int = 16
   feat_extract_norm: Literal['group', 'layer'] = 'group'
   do_stable_layer_norm: bool = False
-  layer_norm_eps: Literal[1e-5] = 1e-5  # That of the convolutions' norms.
+  layer_norm_eps: Literal[1e-5] = 1e-5  # As in the norms of convolutions.
   hidden_act: Literal['gelu'] = 'gelu'
   feat_extract_activation: Literal['gelu'] = 'gelu'
   add_adapter: Literal[False] = False
   adapter_attn_dim: None = None
 
 
-# Fields of theirs by ours.
+# Maps fields of `Wav2Vec2Config` to `_Fields`.
 _SAME = {
   'vocab_size': 'vocab_size',
   'num_layers': 'num_hidden_layers',
@@ -113,7 +114,7 @@ def derive(folder: str | os.PathLike) -> Wav2Vec2Config:
 
 
 def _fold(arrays: dict[str, np.ndarray]) -> None:
-  """Replaces the weight normalisation's two arrays by their kernel."""
+  """Replaces the two arrays of the weight normalisation by one kernel."""
   for length, direction in _NORMALISED:
     if length in arrays and direction in arrays:
       direction_OIK = arrays.pop(direction)
@@ -124,11 +125,11 @@ def _fold(arrays: dict[str, np.ndarray]) -> None:
 
 
 def read(path: str | os.PathLike, config: Wav2Vec2Config) -> dict[str, Lazy]:
-  """Returns those of a model's parameters that a file contains, by name.
+  """Returns the parameters of a model that a file contains, by name.
 
   `path` is a file of weights of Hugging Face, or a directory with one. A head
-  that is missing or for another vocabulary is left out, with a warning, and so
-  are routing parameters.
+  that is missing or of another size than the vocabulary is left out, with a
+  warning. Routing parameters are left out too.
   """
   path = files.find(path)
   arrays = {
