@@ -92,8 +92,8 @@ _INSTRUCTIONS = (
 )
 
 
-# Extends pickle's reader in Python. The reader in C allocates as many places for
-# objects as the largest index in the file, which a bad file can make huge.
+# Extends pickle's reader in Python. The reader in C allocates as many places
+# for objects as the largest index in the file, which a bad file can make huge.
 class _Unpickler(pickle._Unpickler):
   """Reads a pickle. Afterwards, `storages` has zeros by key, to be filled."""
 

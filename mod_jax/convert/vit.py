@@ -463,9 +463,9 @@ def read(
 
   Heads that the file lacks or has for another number of classes are left out,
   with a warning, and so are routing parameters. Names of batch statistics begin
-  with `batch_stats/`. `truncate` accepts weights of a deeper model and uses only
-  its first blocks (`config.isoflop_twin()`); the other arguments, and errors,
-  are those of `load`.
+  with `batch_stats/`. `truncate` accepts weights of a deeper model and uses its
+  first blocks (`config.isoflop_twin()`); the other arguments, and errors, are
+  those of `load`.
   """
   file, dense = _read(path), config.dense_twin()
   entries, shapes = names(config, file.naming), arrays_lib.shapes_of(config)

@@ -1,7 +1,7 @@
 """Conversion of dense transformers to adaptive ones, module by module.
 
-`adaptive` in a model's config says by patterns which FFNs and projections are
-split into learners (Wójcik et al. 2023, section 3.3).
+The patterns of `adaptive` in a model's config select the FFNs and projections
+that are split into learners (Wójcik et al. 2023, section 3.3).
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
-# Patterns of the parameters that only adaptive models have; GATES is the subset
-# of the gates.
+# Patterns of the parameters that only adaptive models have, and of those among
+# them that belong to gates.
 PARAMETERS = r'.*_acm/.*'
 GATES = r'.*_acm/gate/.*'
 
@@ -65,8 +65,8 @@ class Captured:
   """Input and output of a dense module that an ACM will replace.
 
   Attributes:
-    z_BLD: input, heads flattened.
-    y_BLD: output, heads flattened.
+    z_BLD: input; axes of heads and channels are flattened to one.
+    y_BLD: output, flattened likewise.
     valid_BL: False for padding and empty slots; None if all tokens are valid.
   """
 
@@ -110,11 +110,11 @@ def without(config):
 def capture(
   config, variables, *inputs, mode: Mode | None = None, rngs=None, **kwargs
 ) -> dict[str, Captured]:
-  """Runs the dense modules that an adaptive model replaces, and captures them.
+  """Returns inputs and outputs of the dense modules that a model replaces.
 
   A routed or pruned model runs as in inference, so that only the tokens that a
-  module would process are captured. `config` is that of the adaptive model,
-  `variables` are those of the model without adaptive modules.
+  module would process are captured. `config` is the adaptive model's config,
+  `variables` are the variables of the model without adaptive modules.
   """
   mode = Mode() if mode is None else mode
   watching = _Watching(**vars(config.adaptive))
@@ -131,7 +131,8 @@ def acmize(
   Args:
     config: config of the model; it may be routed or pruned.
     params: parameters of the model.
-    key: for the new modules; None is `jax.random.key(0)`.
+    key: random key to initialise the new modules; None means
+      `jax.random.key(0)`.
     **options: fields of `AdaptiveConfig`.
 
   Returns:

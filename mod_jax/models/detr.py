@@ -1,7 +1,7 @@
-"""DETR: objects of a picture by a transformer, dense, with MoD or with A-MoD.
+"""DETR: object detection by a transformer, dense, with MoD or with A-MoD.
 
-Carion et al. 2020. Encoder and decoder are stacks of post-norm blocks; in a
-routed decoder layer both the queries and the memory that they read are chosen.
+Carion et al. 2020. Encoder and decoder are stacks of post-norm blocks. A routed
+decoder layer chooses queries, and the encoder's outputs that they attend to.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ from mod_jax.models.protocol import (
 )
 from mod_jax.models.vit import norm_flops
 
-# Layers of the box head.
+# Number of linear layers in the box head.
 _BOX_LAYERS = 3
 
 
@@ -48,32 +48,36 @@ class DETRConfig(StackedConfig):
   # Height and width in pixels to which all pictures are padded.
   image_size: tuple[config_lib.Pixels, config_lib.Pixels] = (800, 1066)
   num_classes: config_lib.Size = 91  # Without the class "no object".
-  num_queries: config_lib.Size = 100  # Most objects of a picture.
-  # What makes features of a picture.
+  num_queries: config_lib.Size = 100  # Most objects in a picture (Q).
+  # Network that turns pictures into grids of features.
   backbone: ResNetConfig | ConvStemConfig = ResNetConfig()
-  # Side of the squares of features of which each becomes a token.
+  # Side of the squares of the backbone's features that become one token each.
   patch_size: config_lib.Pixels = 1
   # Whether positions are also added to the tokens themselves, as by the listing
   # in Carion et al. 2020, A.6, and not only to queries and keys. Features of a
-  # shallow backbone do not tell where they are; without this, no value does.
+  # shallow backbone do not depend on their position; without this option, the
+  # values of the attention then do not either.
   place_tokens: bool = False
-  # The longest period of the positions' sines is nearly so many pictures long.
-  # DETR's 10,000 is a number for texts; with less, more channels tell places
-  # apart (Liu et al. 2022, DAB-DETR, who take 20).
+  # Temperature of the position embeddings: the longest period of their sines is
+  # almost this number of pictures. DETR's 10,000 is a number for texts; with
+  # 20, more channels distinguish positions (Liu et al. 2022, DAB-DETR).
   place_temperature: config_lib.Positive = 10_000.0
   num_layers: config_lib.Unrolled = 6  # Blocks of the encoder.
   num_decoder_layers: config_lib.Unrolled = 6  # Blocks of the decoder.
   width: config_lib.Width = 256  # Width of the tokens (D).
   num_heads: config_lib.Size = 8  # Attention heads (H).
   mlp_dim: config_lib.Size = 2048  # Hidden width of the MLPs (F).
-  dropout: config_lib.BelowOne = 0.1  # Of the updates, in training.
+  dropout: config_lib.BelowOne = 0.1  # Dropout of updates in training.
   norm_epsilon: config_lib.Epsilon = 1e-5  # Epsilon of the layer norms.
-  # Of the classes in the loss, where boxes weigh 5 and 2; matching has 1.
+  # Weight of the classes in the loss, where the L1 and GIoU terms of the boxes
+  # have the weights 5 and 2. Classes always have the weight 1 in matching.
   class_weight: config_lib.Weight = 1.0
   # Routed blocks of encoder and decoder; None = none.
   routing: VisionRoutingConfig | None = None
-  # What is routed. The content of the first decoder layer is zero, so that with
-  # A-MoD the second layer's choice of queries is the same for all pictures.
+  # Which tokens are routed; `memory` are the encoder's outputs, among which
+  # decoder layers choose. The first decoder layer's input is zero, so that its
+  # attention between queries is the same for all pictures, and with A-MoD also
+  # the second layer's choice of queries.
   routed: tuple[Literal['encoder', 'queries', 'memory'], ...] = (
     *('encoder', 'queries', 'memory'),
   )
@@ -165,7 +169,7 @@ class DETRConfig(StackedConfig):
 
   @functools.cached_property
   def decoder(self) -> StackConfig:
-    """The layers of the decoder; each tells its features in training."""
+    """The layers of the decoder; in training, each has features in its aux."""
     layers = stack_lib.layer_configs(
       self._block(decoder=True),
       self.num_decoder_layers,
@@ -179,16 +183,16 @@ class DETRConfig(StackedConfig):
 
   @property
   def stack(self) -> StackConfig:
-    """The encoder's layers, of which the decoder's share dtype and remat."""
+    """The encoder's layers; the decoder's have the same dtype and remat."""
     return self.encoder
 
   @property
   def capacities(self) -> tuple[float | None, ...]:
-    """Of the encoder's blocks and then the decoder's; None if not routed."""
+    """Capacities of the encoder's and decoder's blocks; None: not routed."""
     return self.encoder.capacities + self.decoder.capacities
 
   def with_parts(self, **parts):
-    """Returns the model with another routing, or None."""
+    """Returns the model with `routing` replaced; ignores other parts."""
     return dataclasses.replace(self, routing=parts.get('routing', self.routing))
 
   def build(self, **kwargs) -> 'DETR':
@@ -200,7 +204,7 @@ class DETRConfig(StackedConfig):
     return jnp.zeros((1, *self.image_size, 3))
 
   def tokens_per_block(self) -> tuple[int, ...]:
-    """Returns how many tokens, or then queries, each block processes."""
+    """Returns how many tokens (or queries, in the decoder) each block runs."""
     return self.encoder.tokens_per_block(
       self.num_tokens
     ) + self.decoder.tokens_per_block(self.num_queries)
@@ -208,7 +212,7 @@ class DETRConfig(StackedConfig):
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for one picture.
 
-    The parts `norm` count only in published tables: see `flops`.
+    Of `flops`, only `published_macs` counts the parts `norm`.
     """
     tokens, queries = self.num_tokens, self.num_queries
 
@@ -320,7 +324,7 @@ class DETR(nn.Module):
       images_BHWC: normalised pictures, padded below and on the right to a
         common size, which may differ from the config's.
       size_B2: int32 height and width of each picture without its padding; None
-        if there is none.
+        if no picture has padding.
     """
     require(
       images_BHWC.ndim == 4 and images_BHWC.shape[-1] == 3,
@@ -336,7 +340,10 @@ class DETR(nn.Module):
     size_B2: jax.Array | None,
     image: tuple[int, int],
   ) -> DETROutput:
-    """Returns the output from tokens; `image` are their padded pixels."""
+    """Returns the output for a grid of tokens.
+
+    `image` is the height and width of the padded pictures in pixels.
+    """
     batch, rows, columns, width = x_BHWD.shape
     x_BLD = x_BHWD.reshape(batch, rows * columns, width)
     valid_BHW = jnp.ones((batch, rows, columns), bool)
@@ -379,7 +386,10 @@ class DETR(nn.Module):
 def valid_tokens(
   size_B2: jax.Array, image: tuple[int, int], grid: tuple[int, int]
 ) -> jax.Array:
-  """Returns mask_BHW: which tokens begin within the picture, by nearest."""
+  """Returns mask_BHW: whether the first pixel of a token is in the picture.
+
+  This is nearest-neighbour interpolation of a mask of pixels, as in DETR.
+  """
   rows_H, columns_W = (
     jnp.arange(tokens) * pixels // tokens
     for tokens, pixels in zip(grid, image, strict=True)
@@ -394,8 +404,8 @@ def sine_places(
 ) -> jax.Array:
   """Returns place_BHWD, float32: sines and cosines of row, then of column.
 
-  Rows and columns count real tokens, from 1, and are scaled so that the last is
-  2π (Carion et al. 2020, supplement A.4).
+  Rows and columns of real tokens are numbered from 1, and scaled so that the
+  last number is 2π (Carion et al. 2020, supplement A.4).
   """
   places = []
   frequency_F = temperature ** (-4 * jnp.arange(width // 4) / width)

@@ -48,7 +48,7 @@ class DynamicViTConfig(StackedConfig):
   # Temperature of the Gumbel-softmax in training.
   temperature: config_lib.Temperature = 1.0
 
-  # What is the backbone's; capacities are fractions of the remaining tokens.
+  # The backbone's attributes; capacities are fractions of the remaining tokens.
   routing = _of_backbone('routing')
   experts = _of_backbone('experts')
   adaptive = _of_backbone('adaptive')
@@ -92,7 +92,7 @@ class DynamicViTConfig(StackedConfig):
       ' be dropped',
       'stages',
     )
-    # Attention must be of the same tokens that are chosen by it.
+    # Attention in the block before can only score the tokens of that block.
     routed = [c is not None for c in self.capacities]
     by_class = self.score == 'class_attention'
     for stage in self.stages:
@@ -111,7 +111,7 @@ class DynamicViTConfig(StackedConfig):
 
   @property
   def learned(self) -> bool:
-    """Whether the score is learned; then training masks instead of dropping."""
+    """Whether the score is learned, so that training masks dropped patches."""
     return self.score in ('predicted', 'static')
 
   @property
@@ -131,7 +131,7 @@ class DynamicViTConfig(StackedConfig):
       for _ in self.stages:
         sides.append(-(-sides[-1] // 2))
       return tuple(side**2 for side in sides[1:])
-    # Rounded to nine decimals first, so that 0.7 · 10 is 7 patches.
+    # Round to nine decimals first, so that 0.7 · 10 gives 7 patches.
     return tuple(
       max(1, math.floor(round(self.backbone.num_patches * target, 9)))
       for target in self.targets
@@ -154,10 +154,10 @@ class DynamicViTConfig(StackedConfig):
 
   @property
   def masked(self) -> 'DynamicViTConfig':
-    """The model whose forward pass costs what one in training does.
+    """The model whose forward pass has the FLOPs of a pass in training.
 
-    There patches that a learned score drops are only masked, except by
-    `Mode(masks=False)`, as adaptive modules are trained.
+    In training, patches that a learned score drops are only masked, except with
+    `Mode(masks=False)`, which is for the training of adaptive modules.
     """
     return dataclasses.replace(self, keep=1.0) if self.learned else self
 
@@ -187,7 +187,7 @@ class DynamicViTConfig(StackedConfig):
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for one image in inference.
 
-    The parts `norm` count only in published tables: see `flops`.
+    Of `flops`, only `published_macs` counts the parts `norm`.
     """
     backbone = self.backbone
     rows = [('embed', backbone.embed_flops())]
@@ -215,7 +215,7 @@ class DynamicViTConfig(StackedConfig):
 def equal_stages(num_layers: int, count: int = 3) -> tuple[int, ...]:
   """Returns `count` equally spaced stages, as in the paper.
 
-  In a model of few blocks, no more than one before each block.
+  There are fewer in a model of few blocks: at most one before each block.
   """
   stages = {i * num_layers // (count + 1) for i in range(1, count + 1)}
   return tuple(sorted(stages))
@@ -246,10 +246,10 @@ class DynamicViTOutput(StackedOutput):
 
 
 class PredictionHead(nn.Module):
-  """Log-probabilities of keeping and dropping each patch.
+  """Computes log-probabilities of keeping and dropping each patch.
 
-  From local features of the patch and the mean over all kept patches (Rao et
-  al. 2021, section 3.2).
+  They depend on local features of the patch and on the mean of other features
+  over all kept patches (Rao et al. 2021, section 3.2).
   """
 
   dtype: str = dataclasses.field(default='float32', kw_only=True)
@@ -356,23 +356,24 @@ class DynamicViT(nn.Module):
   def features(
     self, images_BHWC: jax.Array, depth: int
   ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns x_BKD, the patches that leave the first `depth` blocks.
+    """Returns x_BKD, the K patches that leave the first `depth` blocks.
 
-    Where dropped patches are only masked, these are as many, the likeliest of
-    those that are kept first; one that is not kept is 0. The second output then
-    is `keep_SBN` as in `DynamicViTOutput`, and None otherwise.
+    If dropped patches are only masked, K is the same as if they were removed:
+    kept patches are chosen first, by probability, and a patch that is not kept
+    is 0. The second output then is `keep_SBN` of `DynamicViTOutput`; otherwise
+    it is None.
     """
-    if self.is_initializing():  # So that the model is whole.
+    if self.is_initializing():  # Creates the parameters of later layers too.
       self(images_BHWC)
     x_BLD, keep_BN, output = self._blocks(images_BHWC, depth)
     x_BND = x_BLD[:, self.config.backbone.num_prefix :]
     if keep_BN is None:
       return x_BND, None
-    # A probability is at most 1, and 0 for patches that are already dropped.
+    # Probabilities are at most 1, so all kept patches precede the others.
     order_BN = 2 * keep_BN + output.probability_SBN[-1]
     left = self.config.patches_after(depth)
     index_BK = routing.select_top_k(order_BN, left).index_BK
-    # The straight-through gradient of what the patches are worth.
+    # The product with keep_BN gives decisions a straight-through gradient.
     x_BKD = routing.gather_tokens(
       x_BND * keep_BN[..., None].astype(x_BND.dtype), index_BK
     )
@@ -381,8 +382,8 @@ class DynamicViT(nn.Module):
   def _blocks(self, images_BHWC, depth, decisions_SBN=None):
     """Runs the first `depth` blocks.
 
-    Returns the tokens, which of the patches are kept (None if dropped ones are
-    gone) and the output without logits and features.
+    Returns the tokens, a mask of the kept patches (None if dropped patches are
+    removed) and the output without logits and features.
     """
     config = self.config
     masked = decisions_SBN is not None or (
@@ -481,7 +482,7 @@ class DynamicViT(nn.Module):
 
 
 def _pool(x_BND: jax.Array) -> jax.Array:
-  """Returns the means of 2×2 patches; fewer at the edges of an odd grid."""
+  """Returns means of 2×2 patches, or of fewer at the edges of an odd grid."""
   batch, patches, width = x_BND.shape
   side = math.isqrt(patches)
   x_BHWD = x_BND.reshape(batch, side, side, width)

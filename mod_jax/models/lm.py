@@ -32,7 +32,7 @@ from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.losses.sums import Pair
 from mod_jax.models.protocol import StackedConfig, StackedOutput
 
-_TOKENS = 64  # Targets whose logits are computed at a time.
+_TOKENS = 64  # Number of targets whose logits are computed at a time.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class LMConfig(StackedConfig):
   experts: ExpertsConfig | None = None  # Mixtures of experts; None = none.
   adaptive: AdaptiveConfig | None = None  # Adaptive modules; None = none.
   lora: LoRAConfig | None = None  # Low-rank adapters; None = none.
-  # Number of blocks after which the head is also trained to predict, so that
-  # these blocks can draft text for the whole model; 0 = none.
+  # Number of blocks after which the head is also trained, so that these blocks
+  # can draft tokens in speculative decoding; 0 = no early exit.
   early_exit: config_lib.Count = 0
   early_loss: config_lib.Weight = 0.3  # Weight of the loss of the early exit.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
@@ -221,7 +221,7 @@ class LMConfig(StackedConfig):
     return self.routing.mode(rule, **kwargs)
 
   def unrolled(self, variables) -> tuple['LMConfig', dict[str, Any]]:
-    """Converts config and all collections, by name, to unrolled layers."""
+    """Returns config and variables, by collection, with unrolled layers."""
     return dataclasses.replace(self, scan_layers=False), {
       name: stack_lib.unrolled(self.stack, collection)
       for name, collection in variables.items()
@@ -262,7 +262,7 @@ class LMCache:
   length_B: jax.Array
 
   def before(self, length_B: jax.Array) -> 'LMCache':
-    """Returns the cache after only each row's first `length_B` tokens."""
+    """Returns the cache as it was after each row's first `length_B` tokens."""
     blocks = tuple(block.before(length_B) for block in self.blocks)
     return LMCache(blocks, length_B)
 
@@ -341,21 +341,21 @@ class LanguageModel(nn.Module):
       valid_BL: False for padding, left or right; None if there is none.
       segment_BL: document numbers of packed rows; tokens see only their own
         document.
-      mode: how routed blocks choose; a string is a rule's name, and None the
-        mode of the module. Static:
+      mode: how routed blocks choose tokens: a string is the name of a rule, and
+        None means the module's mode. The argument must be static:
         `jax.jit(model.apply, static_argnames='mode')`.
       cache: keys and values of earlier tokens; None for whole sequences.
       targets_BL: int token ids to predict; if given, the output has the loss
         instead of logits.
       weights_BL: weight of each target; None for 1.
       depth: number of blocks to run before the head; None for all.
-      prompt: whether the tokens are a prompt. Then logits are only those of
-        each row's last real token, since all of them can take more memory than
-        the model.
-      kind_BL: int32 `TokenInfo.kind_BL`; None if no token is of a kind.
-      features_BND: what takes the places of a row's tokens of the kind `image`,
-        in their order; a row may use fewer, and have as many other tokens as
-        L - N. None without images.
+      prompt: whether the tokens are a prompt. If True, returns logits only for
+        each row's last real token: the logits of all tokens can take more
+        memory than the model.
+      kind_BL: int32 `TokenInfo.kind_BL`; None if tokens have no kinds.
+      features_BND: features that replace the embeddings of a row's tokens of
+        the kind `image`, in order. A row has at most N such tokens and at most
+        L - N others. None without images.
     """
     config = self.config
     mode = config.routing_mode(mode) if isinstance(mode, str) else mode
@@ -391,7 +391,7 @@ class LanguageModel(nn.Module):
     kernel = embedding_VD
     if not config.tied_head:
       kernel = _Head((config.width, config.vocab_size), name='head')()
-    # A table is not transposed, or loops over tokens would copy it.
+    # Do not transpose a table [V, D]: loops over tokens would copy it.
     is_table = config.tied_head or isinstance(kernel, Quantized)
     axes = 'VD' if is_table else 'DV'
     logits_BLV = loss = early_loss = right_BL = None
@@ -433,7 +433,7 @@ class LanguageModel(nn.Module):
 
 
 def _with_images(x_BLD, features_BND, info: token_info.TokenInfo):
-  """Returns x_BLD where tokens of the kind `image` have a row's features."""
+  """Returns x_BLD with features_BND in place of tokens of the kind `image`."""
   is_image_BL = info.of_kinds(('image',))
   index_BL = jnp.cumsum(is_image_BL, axis=-1, dtype=jnp.int32) - 1
   index_BL = jnp.clip(index_BL, 0, features_BND.shape[1] - 1)
@@ -450,7 +450,7 @@ def _last(x_BLD, valid_BL):
 
 
 def _right(x_BLD, spec, kernel, targets_BL):
-  """Returns `LMOutput.right_BL`, with logits of few tokens at a time."""
+  """Returns `LMOutput.right_BL`; computes logits of few tokens at a time."""
 
   def is_likeliest(features_and_target):
     x_D, target = features_and_target
@@ -465,7 +465,7 @@ def _right(x_BLD, spec, kernel, targets_BL):
 
 
 class _Head(nn.Module):
-  """Parameter of an untied head, named like that of a linear map."""
+  """Kernel of an untied head, with the name that it has in a `dense.Linear`."""
 
   shape: tuple[int, int]
 
@@ -563,13 +563,13 @@ def unrolled(config: LMConfig, params):
 
 
 def matrices(config: LMConfig) -> dict[str, tuple[int, ...]]:
-  """Returns the axes of inputs of each matrix that may be in int8, by name.
+  """Returns the input axes of each matrix that may be stored as int8, by name.
 
-  These are the head, which may be the embedding, and the linear maps of the
-  blocks, without those of experts and learners.
+  These matrices are the head, which may be the embedding, and the kernels of
+  linear maps in the blocks, except in experts and learners.
 
   Raises:
-    UserError: it is no language model.
+    UserError: the model is not a language model.
   """
   require(
     isinstance(config, LMConfig),
@@ -578,7 +578,7 @@ def matrices(config: LMConfig) -> dict[str, tuple[int, ...]]:
     model=type(config).__name__,
   )
   axes = {'embedding': (1,), 'head/kernel': (0,)}
-  # A leading axis of scanned groups.
+  # Parameters of scanned layers have a leading axis of groups.
   layers, shift, prefix = config.stack.layers, 0, ''
   if config.scan_layers:
     layers, shift, prefix = layers[: config.stack.period], 1, 'layers/'
@@ -605,8 +605,8 @@ def merge(
 ):
   """Calls `trees.merge` for models that may differ in how layers are scanned.
 
-  `fresh` is a collection of the model `config`, and `source` one on the host of
-  the model `of`; with `collections` both are dictionaries of them by name.
+  `fresh` is a collection of the model `config`, `source` a collection of the
+  model `of` on the host. With `collections`, both are dictionaries of them.
   """
 
   def layout(config):
@@ -621,7 +621,7 @@ def merge(
     return trees.merge(fresh, source, **kwargs)
   merged = trees.merge(
     convert(stack_lib.unrolled, config.stack, fresh),
-    # To NumPy first, so that each stacked array is read only once.
+    # Convert to NumPy first, so that each stacked array is read only once.
     convert(stack_lib.unrolled, of.stack, jax.tree.map(np.asarray, source)),
     **kwargs,
   )

@@ -13,14 +13,14 @@ _DOWN = '_lora/down/kernel'
 
 
 def merge(config, params) -> tuple[Any, Any]:
-  """Returns the model in which each kernel has its adapter's update added.
+  """Returns config and parameters with each adapter's update in its kernel.
 
-  It computes the same function, up to rounding. Parameters without an adapter
-  stay as they are; the others become float32 arrays on the host.
+  The model computes the same function, up to rounding. Parameters without an
+  adapter are not changed; adapted kernels become float32 arrays on the host.
 
   Args:
-    config: of a model with adapters; the result's has `lora=None`.
-    params: nested dictionary of its parameters.
+    config: config of a model with adapters; the new one has `lora=None`.
+    params: nested dictionary of the model's parameters.
   """
   scale = config.lora.alpha / config.lora.rank
   flat = trees.flatten(nn.unbox(params))
@@ -30,14 +30,14 @@ def merge(config, params) -> tuple[Any, Any]:
       continue
     adapted = name.removesuffix(_DOWN)
     kernel = f'{adapted}/kernel'
-    if kernel not in merged:  # That of all learners, in no module of its own.
+    if kernel not in merged:  # Learners have one array for all their kernels.
       kernel = adapted
     down, up, weight = (
       np.asarray(x, np.float32)
       for x in (flat[name], flat[f'{adapted}_lora/up/kernel'], merged[kernel])
     )
-    # Axes of scanned groups, perhaps of a part of the model, and of experts or
-    # learners.
+    # Leading axes of `down`: groups, if the layers of the model or of a part
+    # such as `language` are scanned; then experts or learners, if any.
     scanned = 'layers' in name.split('/')
     stacked = bool(re.search('_(experts|acm)/', name))
     stacks = down.shape[: scanned + stacked]

@@ -53,7 +53,7 @@ class StackedConfig:
   lora: LoRAConfig | None
 
   def _layers(self, block, **kwargs) -> tuple[LayerConfig, ...]:
-    """Returns layers of one block, with the parts of the model."""
+    """Returns the configs of layers of `block` with the parts of the model."""
     return stack.layer_configs(
       *(block, self.num_layers, self.routing),
       experts=self.experts,
@@ -81,14 +81,14 @@ class StackedConfig:
     return self.stack.tokens_per_block(*length)
 
   def row_prefixes(self, row: str) -> tuple[str, ...]:
-    """Returns how the names of a row's parameters in `flops_table` begin.
+    """Returns prefixes of the names of parameters in a row of `flops_table`.
 
-    `row` is the first word of its name. Parameters of no row count as if they
-    came before all rows.
+    `row` is the first word of the row's name. Parameters that are in no row
+    count as if they came before all rows.
     """
     if row.startswith('block_'):
       return self.stack.prefixes(int(row.removeprefix('block_')))
-    # Heads of other tokens have names that begin alike.
+    # The prefix `head` also includes heads of other tokens: `head_tokens`.
     return ('head', 'norm/') if row == 'head' else (f'{row}/',)
 
   def dense_twin(self):
@@ -96,7 +96,7 @@ class StackedConfig:
     return self.with_parts(routing=None, experts=None, adaptive=None, lora=None)
 
   def with_parts(self, **parts):
-    """Returns the model with `routing` and so on replaced, or None."""
+    """Returns the model with parts such as `routing` replaced; None removes."""
     return dataclasses.replace(self, **parts)
 
 
@@ -112,7 +112,7 @@ def check_encoder(mode: Mode) -> None:
 
 
 def check_no_class_token(routing: RoutingConfig | None) -> None:
-  """Raises UserError if a model without a class token is to choose it."""
+  """Raises UserError if routing is to keep a class token; there is none."""
   require(
     routing is None or not routing.keep_class_token,
     'keep_class_token=False, since this model has no class token',
@@ -121,7 +121,7 @@ def check_no_class_token(routing: RoutingConfig | None) -> None:
 
 
 class StackedOutput:
-  """Base of outputs of such models; `aux` holds the aux of each layer."""
+  """Base of the outputs of all models; `aux` has the aux of each layer."""
 
   @property
   def routing(self) -> tuple[Routing, ...]:

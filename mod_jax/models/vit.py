@@ -40,8 +40,8 @@ from mod_jax_kernels.attention import choice
 class ViTConfig(StackedConfig):
   """Sizes and options of a `ViT`; the defaults are a dense DeiT-S."""
 
-  image_size: config_lib.Pixels = 224  # Side in pixels.
-  patch_size: config_lib.Pixels = 16  # Side in pixels.
+  image_size: config_lib.Pixels = 224  # Side of images in pixels.
+  patch_size: config_lib.Pixels = 16  # Side of patches in pixels.
   num_classes: config_lib.Count = 1000  # Logits of the head; 0 = no head.
   num_layers: config_lib.Unrolled = 12  # Blocks.
   width: config_lib.Width = 384  # Width of the features (D).
@@ -49,7 +49,7 @@ class ViTConfig(StackedConfig):
   # Hidden width of the MLPs (F); None = 4D.
   mlp_dim: config_lib.Size | None = None
   feed_forward: Slot | None = None  # Replaces the MLP.
-  activation: Literal['gelu', 'quick_gelu'] = 'gelu'  # Of the MLPs.
+  activation: Literal['gelu', 'quick_gelu'] = 'gelu'  # Activation in MLPs.
   patch_bias: bool = True  # Bias of the patch embedding.
   # Whether there is a layer norm before the first block, too (CLIP).
   input_norm: bool = False
@@ -58,7 +58,7 @@ class ViTConfig(StackedConfig):
   # Whether there is a distillation token with a second head, whose logits are
   # averaged with the class token's (DeiT, Touvron et al. 2021).
   distilled: bool = False
-  # Whether the distillation token has a head. Without, as in Hugging Face's
+  # Whether the distillation token has a head. If not, as in Hugging Face's
   # DeiTForImageClassification, the logits are only the class token's.
   distillation_head: bool = True
   # Convolutional stem before the patches, as in LV-ViT (Jiang et al. 2021).
@@ -70,7 +70,7 @@ class ViTConfig(StackedConfig):
   # Probability in training that an image skips the last block's updates; it
   # rises linearly from 0 at the first block.
   stochastic_depth: config_lib.BelowOne = 0.0
-  reduction: Reduction | None = None  # Blocks leave fewer tokens; None = all.
+  reduction: Reduction | None = None  # Merging of tokens, as ToMe; None = none.
   routing: VisionRoutingConfig | None = None  # None = no routed blocks.
   experts: ExpertsConfig | None = None  # Mixtures of experts; None = none.
   adaptive: AdaptiveConfig | None = None  # Adaptive modules; None = none.
@@ -190,7 +190,7 @@ class ViTConfig(StackedConfig):
   def block_flops(self, layer: int, tokens: int) -> dict[str, int]:
     """Returns a block's forward FLOPs by part, norms included."""
     block = self.stack.layers[layer]
-    # The second norm is of the tokens that are left after the attention.
+    # The second norm is of the tokens that a reduction after attention leaves.
     reached = block.tokens(tokens)
     norms = norm_flops(reached + block.block.left(reached), self.width)
     return dict(Counter(block.flops(tokens)) + Counter(norm=norms))
@@ -216,7 +216,7 @@ class ViTConfig(StackedConfig):
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for one image.
 
-    The parts `norm` count only in published tables: see `flops`.
+    Of `flops`, only `published_macs` counts the parts `norm`.
     """
     *lengths, left = self.stack.lengths(self.num_tokens)
     blocks = map(self.block_flops, range(self.num_layers), lengths)
@@ -233,7 +233,7 @@ class ViTConfig(StackedConfig):
 
 
 def norm_flops(tokens: int, width: int) -> int:
-  """Returns a layer norm's FLOPs: 2 per MAC of published tables."""
+  """Returns a layer norm's FLOPs: published tables count 5 MACs per element."""
   return 2 * 5 * tokens * width
 
 
@@ -257,9 +257,11 @@ class ViTOutput(StackedOutput):
 
   @property
   def places(self) -> dict[str, jax.Array]:
-    """By block that reduces tokens, which one then holds each of the image's.
+    """Where each of the image's tokens is, by block that reduces tokens.
 
-    int32 place_BL; after the last one they are indices of `features_BLD`.
+    The values are int32 place_BL: the index, among the tokens after the block,
+    of the one that contains the image's token. After the last of these blocks,
+    it is an index into `features_BLD`.
     """
     maps = stack_lib.collect(self.aux, 'merged_into')
     traced = routing_lib.trace(maps.values())
@@ -346,7 +348,7 @@ class ViT(nn.Module):
 
   def features(self, images_BHWC: jax.Array, depth: int) -> jax.Array:
     """Returns x_BLD after the first `depth` blocks, without the last norm."""
-    if self.is_initializing():  # So that the model is whole.
+    if self.is_initializing():  # Creates the parameters of later layers too.
       self(images_BHWC)
     x_BLD = self.embed(images_BHWC)
     return self.stack(x_BLD, token_info(x_BLD), depth=depth).x_BLD
@@ -386,8 +388,8 @@ class ViT(nn.Module):
     if config.input_norm:
       x_BLD = self.input_norm(x_BLD)
     if choice.platform() == 'cuda':
-      # Else XLA may lay out a large batch with its images innermost, and then
-      # transposes all features in each block of a training step.
+      # Without this, XLA may lay out a large batch with its images innermost,
+      # and then transpose all features in each block of a training step.
       in_order = layout.Layout(major_to_minor=(0, 1, 2))
       x_BLD = layout.with_layout_constraint(x_BLD, in_order)
     return parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
@@ -395,9 +397,9 @@ class ViT(nn.Module):
   def classify(
     self, x_BLD: jax.Array, keep_BN: jax.Array | None = None
   ) -> tuple[jax.Array | None, jax.Array]:
-    """Returns logits_BV of any number of patches, and the normalised tokens.
+    """Returns logits_BV, from any number of patches, and the normalised tokens.
 
-    `keep_BN` is 0 for patches to ignore as dropped; None to ignore none.
+    `keep_BN` is 0 for dropped patches, which are ignored; None ignores none.
     """
     config = self.config
     x_BLD = self.norm(x_BLD)
@@ -436,9 +438,9 @@ def split_patches(image_BHWC: jax.Array, size: int) -> jax.Array:
 def resize_positions(
   position_LD: jax.Array, prefix: int, grid: int
 ) -> jax.Array:
-  """Resizes position embeddings to another grid, bicubic, antialiased.
+  """Resizes position embeddings to another grid: bicubic, with antialiasing.
 
-  Those of the first `prefix` tokens stay.
+  The embeddings of the first `prefix` tokens are not changed.
   """
   patches = position_LD.shape[0] - prefix
   old_grid = math.isqrt(max(patches, 0))

@@ -1,8 +1,8 @@
 """Vision-language models: a language model that reads pictures (LLaVA 1.5).
 
-A vision tower looks at each picture, a projector maps its patches to the width
-of the language model, and they stand in the text in the place of a placeholder
-(Liu et al. 2023). `place_images` makes rows of placeholders and pictures.
+A vision tower encodes each picture, a projector maps the features of patches to
+the width of the language model, and the results replace the embeddings of
+placeholders in the text (Liu et al. 2023). `place_images` makes such rows.
 """
 
 from collections.abc import Sequence
@@ -29,64 +29,64 @@ from mod_jax.models.vit import ViTConfig
 
 # p-MoD (Zhang et al. 2024).
 P_MOD = MoDConfig(
-  # The paper's formula for any depth; the released code has 32 layers wired in.
+  # The paper's formula for any depth; in the released code, 32 is hard-coded.
   capacity_schedule='shifted_cosine',
   period=1,
   offset=0,
   kinds=('image',),
-  # The gate weighs the whole update of the chosen tokens. In the released code
-  # it weighs the feed-forward's alone, and that of tokens which pass by, too.
+  # The gate scales the whole update of the chosen tokens. In the released code
+  # it scales only their feed-forward update, but also skipped tokens' features.
   gate='alpha_tanh',
   gate_alpha=0.2,
   router_bias=True,
   router_std=0.0,
   router_loss=0.0,
 )
-# γ-MoD (Luo et al. 2024), in the layers of `gamma_layers` or others.
+# γ-MoD (Luo et al. 2024), for the layers of `gamma_layers` or any others.
 GAMMA_MOD = MoDConfig(
   capacity=0.5,
-  # Questions and answers always enter. The released code takes the first 1,059
-  # positions for image and instructions.
+  # Questions and answers always enter. The released code instead assumes that
+  # the first 1,059 positions are the image and the instructions.
   kinds=('image', 'text'),
   # The paper's softmax of two logits is the sigmoid of their difference.
   gate='sigmoid',
   shared_router=True,
-  # Cross-entropy against the choice of top-k; here a mean over layers, there a
-  # sum.
+  # Weight of the cross-entropy against the choice of top-k. We take its mean
+  # over layers, the released code the sum.
   router_loss=0.01,
 )
 # Parts that only the language model may have.
 _OF_LANGUAGE = ('experts', 'adaptive', 'lora')
-# Kinds of the tokens for which none is given: of a prompt, and after it.
+# Default kinds of tokens: of those in a prompt, and of those after the prompt.
 _DEFAULT, _ADDED = KINDS.index('question'), KINDS.index('answer')
 
 
 def gamma_layers(num_layers: int) -> tuple[int, ...]:
   """Returns the blocks that γ-MoD routes: all but the first three and the last.
 
-  So does the released script, which prints the ranks of attention maps
-  (`--study=arank`) and does not use them.
+  The released script routes these too: it prints the ranks of attention maps
+  (`--study=arank`) but does not use them.
   """
   return tuple(range(3, num_layers - 1))
 
 
 def _of_language(name: str) -> property:
-  """Returns a property that is the language model's."""
+  """Returns a property that reads an attribute of the language model."""
   return property(lambda config: getattr(config.language, name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VLMConfig(StackedConfig):
-  """A vision tower and a language model; the parts are the latter's."""
+  """A vision tower and a language model; `routing` etc. are the latter's."""
 
-  # Looks at a picture; has no experts, learners or adapters. What a DynamicViT
-  # drops does not reach the language model.
+  # Encodes pictures; has no experts, learners or adapters. Patches that a
+  # DynamicViT drops do not reach the language model.
   tower: ViTConfig | DynamicViTConfig = ViTConfig(num_classes=0)
   language: LMConfig = LMConfig()  # Reads pictures and text.
-  # Id that stands for a picture, or for each of its patches.
+  # Token id of the placeholder for a picture, or for each of its patches.
   image_token: config_lib.Count = 0
-  # Which features of the tower are used: an index into the inputs of its blocks
-  # and the last one's output, without the class token.
+  # Which features of the tower are used: an index into the list of the inputs
+  # of all blocks and the last block's output. The class token is left out.
   feature_layer: Annotated[int, config_lib.Range(ge=-256, le=256)] = -2
   # Side of the squares of patches whose mean is one token of the picture.
   pooling: config_lib.Size = 1
@@ -150,23 +150,23 @@ class VLMConfig(StackedConfig):
 
   @property
   def vit(self) -> ViTConfig:
-    """The tower, or the backbone of one that drops patches."""
+    """The tower, or its backbone if the tower is a DynamicViT."""
     tower = self.tower
     return tower.backbone if isinstance(tower, DynamicViTConfig) else tower
 
   @property
   def has_grid(self) -> bool:
-    """Whether the tower leaves all patches, so that tokens have places."""
+    """Whether the tower keeps all patches, so that they form a square grid."""
     return self.tower.patches_after(self.tower_depth) == self.vit.num_patches
 
   @property
   def grid(self) -> int:
-    """Tokens of a picture along a side, if they have places."""
+    """Number of a picture's tokens along a side, if it `has_grid`."""
     return self.vit.grid // self.pooling
 
   @property
   def num_patches(self) -> int:
-    """Tokens of a picture: what its tower leaves, or means of squares."""
+    """Number of a picture's tokens: patches that the tower keeps, pooled."""
     return self.tower.patches_after(self.tower_depth) // self.pooling**2
 
   @property
@@ -186,16 +186,16 @@ class VLMConfig(StackedConfig):
   routing_mode = _of_language('routing_mode')
 
   def with_parts(self, **parts) -> 'VLMConfig':
-    """Returns the model with parts of its language model replaced, or None."""
+    """Returns the model with parts of its language model replaced."""
     return dataclasses.replace(self, language=self.language.with_parts(**parts))
 
   def dense_twin(self) -> 'VLMConfig':
-    """Returns the same model without any parts, its tower's among them."""
+    """Returns the same model without any of its parts, also in the tower."""
     tower = self.tower.dense_twin()
     return dataclasses.replace(super().dense_twin(), tower=tower)
 
   def unrolled(self, variables) -> tuple['VLMConfig', dict[str, Any]]:
-    """Converts config and all collections, by name, to unrolled layers."""
+    """Returns config and variables, by collection, with unrolled layers."""
     named = {n: tree.get('language', {}) for n, tree in variables.items()}
     language, named = self.language.unrolled(named)
     return dataclasses.replace(self, language=language), {
@@ -209,21 +209,21 @@ class VLMConfig(StackedConfig):
 
   def example(self) -> jax.Array:
     """Returns a minimal input to initialise the model with."""
-    # No placeholder: the model looks at a picture of its own.
+    # Not the placeholder: to initialise, the model itself makes a picture.
     other = (self.image_token + 1) % self.language.vocab_size
     return jnp.full_like(self.language.example(), other)
 
   def tokens_per_block(self, length: int, images: int = 1) -> tuple[int, ...]:
     """Returns how many of a row's tokens each block processes.
 
-    `length` counts the tokens of its `images` pictures, too.
+    `length` includes the tokens of its `images` pictures.
     """
     return self.stack.tokens_per_block(length, images * self.num_patches)
 
   def flops_table(
     self, length: int, images: int = 1, *, train: bool = False, **kwargs
   ) -> list[tuple[str, dict[str, int]]]:
-    """Returns (part, forward FLOPs by kind) for a row with so many pictures.
+    """Returns (layer, forward FLOPs by part) for a row of tokens with `images`.
 
     `train` is for a pass in training, where a DynamicViT only masks patches.
     """
@@ -255,7 +255,7 @@ class VLMConfig(StackedConfig):
 
 
 class Projector(nn.Module):
-  """x_BND -> x_BND of another width: linear, exact GELU, linear."""
+  """Maps x_BND to another width: linear, exact GELU, linear."""
 
   width: int
   dtype: str = dataclasses.field(default='float32', kw_only=True)
@@ -277,11 +277,11 @@ class Projector(nn.Module):
 
 @flax.struct.dataclass
 class VLMOutput(LMOutput):
-  """What a language model returns, and what its tower dropped.
+  """The output of the language model, and which patches the tower keeps.
 
   Attributes:
-    keep_STN: of each of T pictures the patches that S stages of a DynamicViT
-      keep, as in `DynamicViTOutput`, where it masks what it drops; else None.
+    keep_STN: for T pictures, the patches that each of S stages of a DynamicViT
+      keeps, as in `DynamicViTOutput`; None unless dropped patches are masked.
   """
 
   keep_STN: jax.Array | None = None
@@ -316,19 +316,19 @@ class VLM(nn.Module):
     prompt: bool = False,
     **kwargs,
   ) -> VLMOutput:
-    """Returns what `LanguageModel` does of the text with its pictures.
+    """Returns the output of `LanguageModel` for text with pictures.
 
     Args:
-      tokens_BL: int token ids, of which `image_token` stands for each patch of
-        a picture. Where there is a cache, and the tokens are no prompt and come
-        without pictures, it is a token as any other.
+      tokens_BL: int token ids, with `image_token` for each patch of a picture.
+        In decoding (with a cache, without pictures and `prompt`), `image_token`
+        is a token like any other.
       images_BIHWC: float, normalised for the tower: up to I pictures of each
-        row, first to last, and anything after them; None if no row has any.
+        row, in order; values after them are ignored. None if no row has any.
         Where blocks choose among image tokens, a row has at most L - I · N
         other tokens, for N patches of a picture; see `place_images`.
       kind_BL: int32 index into `token_info.KINDS` of each token that is not of
-        a picture; None for `question`, or for `answer` if there is a cache and
-        the tokens are no prompt.
+        a picture; None means `question`, or `answer` for tokens after a prompt
+        (with a cache, without `prompt`).
       valid_BL: False for padding, left or right; None if there is none.
       cache: keys and values of earlier tokens, pictures included.
       prompt: as for `LanguageModel`.
@@ -336,7 +336,7 @@ class VLM(nn.Module):
     """
     config, size = self.config, self.config.image_size
     is_prompt = cache is None or prompt
-    # What a model adds itself stands for no picture, whatever its id.
+    # Tokens that the model generated are no placeholders, whatever their ids.
     has_placeholders = is_prompt or images_BIHWC is not None
     if has_placeholders:
       check_images(config, tokens_BL, images_BIHWC, valid_BL)
@@ -362,7 +362,7 @@ class VLM(nn.Module):
     return VLMOutput(**vars(output), keep_STN=keep_STN)
 
   def look(self, images_BIHWC: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Returns features_BND, the N tokens of all of a row's pictures.
+    """Returns features_BND, the N tokens of all pictures in a row.
 
     The second output is `VLMOutput.keep_STN`.
     """
@@ -445,7 +445,7 @@ class Placed:
 
   @property
   def inputs(self):
-    """Arguments and keyword arguments of the model."""
+    """Positional and keyword arguments for the model."""
     return (self.tokens_BL, self.images_BIHWC), {
       'kind_BL': self.kind_BL,
       'valid_BL': self.valid_BL,
@@ -462,21 +462,21 @@ def place_images(
   count: int | None = None,
   side: str = 'right',
 ) -> Placed:
-  """Puts placeholders for all patches of pictures in the place of each picture.
+  """Replaces each picture's placeholder by one placeholder for each patch.
 
-  All rows have one length: that of the most pictures and `text` other tokens.
+  All rows are padded to the length of `count` pictures and `text` other tokens.
 
   Args:
-    config: of the model.
+    config: config of the model.
     rows: token ids, with `config.image_token` for each picture.
     images: the pictures of each row, first to last, [H, W, 3] as the tower
       takes them.
     kinds: index into `token_info.KINDS` of each token of `rows`; None for
       `question`.
-    text: number of tokens besides pictures for which there is room; None for
-      the most of any row.
-    count: number of pictures for which there is room; None for the most.
-    side: of the padding, 'left' or 'right'.
+    text: number of tokens besides pictures for which there is room; None means
+      the largest number in any row.
+    count: number of pictures for which there is room; None means likewise.
+    side: side of the padding, 'left' or 'right'.
 
   Raises:
     UserError: a row has more or fewer pictures than placeholders, or is longer

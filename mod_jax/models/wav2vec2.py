@@ -52,13 +52,14 @@ class Wav2Vec2Config(StackedConfig):
   mlp_dim: config_lib.Size = 3072  # Hidden width of the MLPs (F).
   # Channels of the convolutions over the waveform.
   conv_dims: tuple[config_lib.Size, ...] = (512,) * 7
-  # Their kernel sizes, in samples and then in frames of the one before.
+  # Kernel sizes of these convolutions: that of the first in samples, that of
+  # each other in frames of the convolution before it.
   conv_kernels: tuple[config_lib.Size, ...] = (10, 3, 3, 3, 3, 2, 2)
-  # Their strides.
+  # Strides of these convolutions, in the same units.
   conv_strides: tuple[config_lib.Size, ...] = (5, 2, 2, 2, 2, 2, 2)
   # Kernel size, in frames, of the convolution that gives positions.
   position_kernel: config_lib.Size = 128
-  position_groups: config_lib.Size = 16  # Its groups of channels.
+  position_groups: config_lib.Size = 16  # Channel groups of that convolution.
   norm_epsilon: config_lib.Epsilon = 1e-5  # Epsilon of all norms.
   routing: VisionRoutingConfig | None = None  # None = no routed blocks.
   experts: ExpertsConfig | None = None  # Mixtures of experts; None = none.
@@ -100,9 +101,9 @@ class Wav2Vec2Config(StackedConfig):
     return StackConfig(layers=self._layers(block), remat=self.remat)
 
   def frames(self, samples):
-    """Returns the number of frames of so many samples; arrays elementwise.
+    """Returns the number of frames for a number of samples, or for an array.
 
-    It is below 1 if there are too few samples for a frame.
+    The result is below 1 if there are too few samples for a frame.
     """
     for kernel, stride in zip(
       self.conv_kernels, self.conv_strides, strict=True
@@ -111,11 +112,11 @@ class Wav2Vec2Config(StackedConfig):
     return samples
 
   def samples(self, frames: int) -> int:
-    """Returns the least number of samples with so many frames."""
+    """Returns the least number of samples that gives a number of frames."""
     return self._lengths(frames)[0]
 
   def _lengths(self, frames: int) -> list[int]:
-    """Returns the lengths before, between and after the convolutions."""
+    """Returns the least lengths before, between and after the convolutions."""
     lengths = [frames]
     for kernel, stride in zip(
       self.conv_kernels[::-1], self.conv_strides[::-1], strict=True
@@ -134,7 +135,7 @@ class Wav2Vec2Config(StackedConfig):
   def flops_table(self, length: int) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for a number of frames.
 
-    Of the samples, those that the frames need count.
+    Only the samples that these frames need are counted.
     """
     _, *lengths = self._lengths(length)
     inputs = (1, *self.conv_dims[:-1])
@@ -164,7 +165,7 @@ class Wav2Vec2Config(StackedConfig):
       'embed': ('feature_norm/', 'project/', 'mask_', 'position_conv/'),
       'head': ('head/',),
     }
-    # The norm stands before the layers if they are post-norm, or after them.
+    # The norm is before the layers if they are post-norm, and else after them.
     rows['embed' if self.variant == 'group' else 'head'] += ('norm/',)
     return rows.get(row) or super().row_prefixes(row)
 
@@ -187,9 +188,9 @@ class Wav2Vec2Output(StackedOutput):
 class Wav2Vec2(nn.Module):
   """Maps recordings to logits of characters, about 50 frames a second.
 
-  In the variant `layer`, a row that is padded and masked gets the logits of the
-  row alone. In `group` it does not, since the first norm is over all frames,
-  padding included, as in the published models.
+  In the variant `layer`, padding that is masked does not change a row's logits.
+  In `group` it does: the first norm is over all frames, padding included, as in
+  the published models.
 
   Rng streams: `params`; `routing` for Gaussian scores; `gumbel` to sample
   choices of learners.
@@ -228,7 +229,7 @@ class Wav2Vec2(nn.Module):
     self.project = dense.Linear(
       (config.width,), ('replicated', 'embed'), bias=True, dtype=config.dtype
     )
-    # Of frames that are hidden in training.
+    # Replaces the features of frames that are masked in training.
     self.mask_embedding = self.param(
       'mask_embedding',
       nn.with_logical_partitioning(nn.initializers.uniform(1.0), ('embed',)),
@@ -263,8 +264,8 @@ class Wav2Vec2(nn.Module):
 
     Args:
       wave_BT: samples of mean 0 and variance 1, with zeros as padding.
-      valid_BL: False for frames of padding, which no other frame then sees;
-        None if there are none, or are not to be hidden.
+      valid_BL: False for frames of padding, to which no other frame then
+        attends; None if there is no padding, or to leave it unmasked.
       masked_BL: True for frames that SpecAugment hides (Park et al. 2019).
     """
     config = self.config
@@ -297,10 +298,11 @@ class Wav2Vec2(nn.Module):
 
 
 class _ChannelNorm(nn.Module):
-  """Norm of each channel over time, of the convolution of a waveform.
+  """Norm of each channel over time, after the convolution of a waveform.
 
-  Its output is much larger than the waveform, and linear in windows of it: mean
-  and variance follow from those of the windows, without another pass over it.
+  The convolution's output is much larger than the waveform, and linear in its
+  windows. Mean and variance are computed from the mean and covariance of the
+  windows, without another pass over the output.
   """
 
   epsilon: float
@@ -329,10 +331,10 @@ class _ChannelNorm(nn.Module):
 
 
 def _conv_of_rows(x_BLD, kernel, *args, **kwargs):
-  """Returns `jax.lax.conv_general_dilated`, each device on its own rows.
+  """Runs `jax.lax.conv_general_dilated` with each device on its own rows.
 
-  Left to the compiler (XLA of jax 0.11.2), the gradient of the kernel of a
-  grouped convolution is wrong on a mesh of which only some axes split the rows.
+  If the compiler (XLA of jax 0.11.2) shards a grouped convolution, its kernel's
+  gradient is wrong on a mesh of which only some axes split the rows.
   """
 
   def conv(x_BLD, kernel):

@@ -28,13 +28,14 @@ def images(
 
   The model gets as many classes as the data have; its sizes and preprocessing
   come from the weights at `config.init`, if given. `config.dense`, the phase
-  that trains a dense model first, is kept only if it is needed: without `init`,
-  or if the method distils from a dense model of the same classes and that at
-  `init` has others.
+  that trains a dense model first, is kept if there is no `init`. It is also
+  kept if the method distils from a dense model and the weights at `init` have
+  other classes than the data, so that they cannot be that dense model.
 
   Args:
     config: the experiment.
-    image_size: pixels a side; None for the size in the weights' config.
+    image_size: side of the images in pixels; None for that of the weights'
+      preprocessing or, without `init`, of the data's config.
   """
   classes = images_lib.class_names(config.data)
   model, data, dense = config.model, config.data, config.dense
@@ -70,8 +71,8 @@ def images(
 def language(config: ExperimentConfig) -> ExperimentConfig:
   """Completes the config of a language run from its tokenizer and weights.
 
-  The vocabulary is that of the tokenizer. With weights at `config.init`, sizes
-  and tokenizer are theirs, and no dense model is trained first.
+  The size of the vocabulary is the tokenizer's. If `config.init` has weights,
+  sizes and tokenizer are those of the weights, and `config.dense` becomes None.
   """
   model, data = config.model, config.data
   if config.init is not None:

@@ -33,23 +33,23 @@ from mod_jax.pretrained.load import Run, require_floats
 from mod_jax.pretrained.source import FOLDER, NAMES, WEIGHTS
 from mod_jax.runs import workdir
 
-# The routers of a routed language model, beside its dense weights.
+# File of a language model's routers, in formats that hold only dense weights.
 ROUTERS = 'routers.safetensors'
-_WEIGHTS = (WEIGHTS, files.INDEX, convert_peft.WEIGHTS)  # A model has one.
-# All that exports write, and some that libraries write beside it. Those of an
-# earlier model would be read as the new one's.
+_WEIGHTS = (WEIGHTS, files.INDEX, convert_peft.WEIGHTS)  # Folders have one.
+# All files that exports write, and some that libraries write. Those of an
+# earlier model are deleted, or they would be read as part of the new model.
 _OF_MODELS = (
   *(*_WEIGHTS, files.SHARDS, FOLDER, ROUTERS, convert_peft.CONFIG),
   *('config.json', 'preprocessor_config.json', 'processor_config.json'),
   *convert_lm.BESIDE,
 )
-_ROUTERS = '(^|/)(router|predictor)/'  # Pattern of their names.
+_ROUTERS = '(^|/)(router|predictor)/'  # Pattern in the names of routers.
 # The only epsilon of timm's layer norms: its configs have no field for it.
 _TIMM_EPSILON = 1e-6
 Format = Literal['safetensors', 'huggingface', 'timm', 'peft']
 # The library that reads each format.
 _READERS = {'huggingface': 'transformers', 'timm': 'timm', 'peft': 'PEFT'}
-# Fields of configs for features that other libraries lack.
+# Fields of configs for features that other libraries lack, as in messages.
 _OURS = {
   'routing': 'routed blocks',
   'reduction': 'blocks that leave fewer tokens',
@@ -84,17 +84,17 @@ def export(
 
   Args:
     run: the model, as `load` returns it.
-    path: the folder, created if necessary. A model that lies there is replaced:
-      none of its files is left. Other files stay.
+    path: the folder, created if necessary. If it contains a model, all files of
+      that model are deleted. Other files stay.
     format: the format.
-    dense: of a routed or pruned model, export the dense model that has the same
-      weights, although it computes something else. Impossible for learners and
-      experts, which have no dense weights. The routers of a language model are
-      written to `routers.safetensors` as well. With `peft` the adapters alone.
+    dense: whether to export a routed or pruned model as the dense model with
+      the same weights (with `peft`, its adapters), although that computes
+      something else. Impossible for learners and experts, which have no dense
+      weights. Routers of a language model are written to `routers.safetensors`.
 
   Raises:
-    UserError: the format cannot represent the model; or the folder holds a run
-      or what the model's adapters belong to, or cannot be written.
+    UserError: the format cannot represent the model; or the folder cannot be
+      written, or holds a run or the model that the adapters belong to.
   """
   writers = {
     'safetensors': _ours,
@@ -128,7 +128,7 @@ def export(
     run = _merged(run)
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    # Within the folder, so that renaming moves the files.
+    # Files can be renamed from here: it is on the file system of `folder`.
     with tempfile.TemporaryDirectory(prefix='.new_', dir=folder) as name:
       new = pathlib.Path(name)
       write(run, new)
@@ -193,7 +193,7 @@ def _check_dense(run, format, dense):
     )
 
 
-# Writers by format; the folder is empty.
+# Writers of the formats; `folder` is empty.
 
 
 def _ours(run, folder):
@@ -202,7 +202,7 @@ def _ours(run, folder):
   if experiment is None and run.task is not None:
     experiment = run.task.config
   if isinstance(run.config, Wav2Vec2Config):
-    # The vocabulary then lies beside the weights, and nowhere else.
+    # The vocabulary is written beside the weights, and read from there alone.
     experiment = config_lib.replace(experiment, {'data.vocabulary': ''})
     for name, text in run.task.modality.files().items():
       paths.write_bytes(folder / name, text.encode())
@@ -268,7 +268,7 @@ def _local(value):
   if isinstance(value, list):
     return list(map(_local, value))
   if isinstance(value, str):
-    # Globs are separated by commas, and alternatives stand in braces.
+    # The string may be globs, separated by commas, with alternatives in braces.
     return re.sub(r'(^|[,{] *)[/~][^,{}]*/(?=[^/,{}])', r'\1', value)
   return value
 
@@ -292,11 +292,11 @@ def _names(run) -> list[str]:
 def _language(run, folder):
   params = run.variables['params']
   _tokenizer(run, folder)
-  # The directory that the model is from, if it is still there.
+  # The directory that the model was loaded from, if it still exists.
   there = run.origin is not None and os.path.isdir(run.origin)
   like = run.origin if there else None
   texts = {'like': like, 'tokenizer': run.tokenizer}
-  if run.experiment is not None:  # A LLaVA without a tokenizer has none.
+  if run.experiment is not None:  # It is None for LLaVA without a tokenizer.
     texts['length'] = run.experiment.data.length
   if isinstance(run.config, LMConfig):
     convert_lm.save(folder, params, run.config, **texts)
@@ -308,9 +308,10 @@ def _language(run, folder):
 
 
 def _declare(run, folder) -> None:
-  """Has transformers read the tokenizer as it stands, where no file says how.
+  """Names a class by which transformers reads `tokenizer.json` unchanged.
 
-  Those of architectures split texts by their own rules.
+  Does so only if no file names a class. Without one, transformers takes that of
+  the model's architecture, which splits texts by its own rules.
   """
   tokenizer, file = run.tokenizer, folder / 'tokenizer_config.json'
   told = paths.read_object(file)
@@ -419,7 +420,8 @@ def _detector(run, folder):
   short, square = preprocess.short_side, height == width
   size = {'shortest_edge': short, 'longest_edge': height}
   if short is None or (not square and short >= min(height, width)):
-    # The shorter side is then limited by the height and the width already.
+    # `short_side` is None or has no effect: a picture that fits the height and
+    # width has a shorter side of at most min(height, width) anyway.
     size = {'max_height': height, 'max_width': width}
   elif not square:
     raise UserError(
@@ -450,7 +452,7 @@ def _ratio(hidden: int, width: int) -> float:
 
 
 def _crop_pct(reads) -> float:
-  """Returns the fraction for which timm, rounding down, resizes as we do."""
+  """Returns the fraction for which timm, rounding down, gets our image size."""
   side = round(reads.image_size / reads.crop_fraction)
   fraction = reads.image_size / side
   exact = math.floor(reads.image_size / fraction) == side
@@ -492,7 +494,7 @@ def _timm(run, folder):
         'qkv_bias': dense.qkv_bias,
       },
       'label_names': _names(run),
-      **_problem(run),  # Not timm, but `load` reads it.
+      **_problem(run),  # `load` reads this, timm does not.
       'pretrained_cfg': {
         'num_classes': dense.num_classes,
         'input_size': size,

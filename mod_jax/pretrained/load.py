@@ -43,9 +43,9 @@ from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 from mod_jax.train.task import Study
 
-_BATCH = 32  # Pictures that are predicted at a time.
-_LENGTH = 2048  # Longest texts of published models by default, in tokens.
-# What data to evaluate on may look like, by the model; None for pictures.
+_BATCH = 32  # Number of pictures that are classified at a time.
+_LENGTH = 2048  # Default for the longest text of a published model, in tokens.
+# Examples of data configs for messages, by the model's; None: other models.
 _DATA = {
   None: 'ImageDataConfig(source="folder", path="photos")',
   LMConfig: 'TextDataConfig(source="files", files="texts/*.txt")',
@@ -53,7 +53,7 @@ _DATA = {
   DETRConfig: 'DetectionDataConfig(source="coco", path="coco")',
   VLMConfig: 'ConversationDataConfig(source="table", path="questions.tsv")',
 }
-INT8 = 'int8'  # The `dtype` of weights in int8.
+INT8 = 'int8'  # The `dtype` that rounds matrices to int8.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Continuation:
   """A language model's continuation of a text.
 
   Attributes:
-    text: the new part alone.
-    tokens: its tokens, without an end token.
-    log_probs: their log-probabilities, in nats, under the model's own
-      distribution.
+    text: the new text, without the prompt.
+    tokens: the new tokens, without an end token.
+    log_probs: log-probabilities of the new tokens, in nats, under the model's
+      own distribution.
   """
 
   text: str
@@ -76,7 +76,7 @@ class Detected(NamedTuple):
   """An object in a picture.
 
   Attributes:
-    name: of its class.
+    name: name of the object's class.
     score: probability of the class.
     box: left, top, right and bottom in pixels of the picture.
   """
@@ -92,19 +92,20 @@ class Run:
 
   Attributes:
     config: the model's config.
-    variables: the model's variables: `params`, and perhaps other collections.
-    experiment: config of the run that trained it, or one made up to describe a
-      pretrained language model; None for pretrained vision models.
+    variables: the model's variables: `params` and any other collections.
+    experiment: config of the run that trained the model, or one that only says
+      how a pretrained model reads text or speech; None for pretrained vision
+      models.
     preprocess: turns pictures into a vision model's input, as in evaluation;
       None for a language model.
     classes: names of a vision model's classes; None if unknown.
-    multi_label: whether any number of them may be true of a picture, so that
-      each has a probability of its own.
-    task: the task of a mod_jax run or of a language model; None otherwise.
-    origin: Hugging Face directory that a model with a text was loaded from, or
-      that its adapters belong to; or None. It need not exist any more.
-    base: where the weights were read to which the adapters of a model belong,
-      or that its run has frozen; None if there are none.
+    multi_label: whether a picture may have any number of classes, so that each
+      class has its own probability.
+    task: the task of `experiment`; None if there is none.
+    origin: Hugging Face directory from which a language model was loaded, or
+      the base model of its adapters; else None. It may have been deleted.
+    base: path of the weights that a model's adapters belong to, or that its run
+      has frozen; None if there are none.
     foreign: whether the weights are those of a pretrained language model, not
       trained further by mod_jax: prompts then begin with the special tokens of
       its tokenizer.
@@ -131,7 +132,7 @@ class Run:
     return jax.jit(self.model.apply, static_argnames=('mode', 'mutable'))
 
   def __repr__(self) -> str:
-    """Names the model, and neither weights nor all of its config."""
+    """Returns a short description, without weights and config."""
     count = flops.num_params(self.config)
     kind, origin = type(self.config).__name__, self.origin or self.base
     whence = f', of {origin}' if origin else ''
@@ -182,26 +183,28 @@ class Run:
   ) -> list:
     """Classifies pictures, finds objects, continues texts, or transcribes.
 
-    Each model takes the settings of its kind; None is the default.
+    A setting that does not apply to the kind of model raises an error; None
+    means the default.
 
     Args:
       inputs: one input or a list of them: paths of pictures, Pillow images or
         uint8 arrays [height, width, 3]; for language models, strings; for
-        models of speech, paths of recordings. These take no settings. For
-        language models that see, (picture, question), or (a list of pictures,
-        question).
-      top: of pictures: number of classes to return; 5 by default.
-      least: of a detector: the least score of an object; .5 by default.
-      max_new_tokens: most tokens to add; by default as many as fit
-        `default_length` or, after a longer prompt, `max_length`; 64 of the
-        answer to a question about pictures.
-      temperature: of sampling; by default 0, which takes the likeliest token.
-      top_k: of sampling; by default 0, all tokens.
-      top_p: of sampling; by default 1, all tokens.
+        vision-language models, (picture, question) or (list of pictures,
+        question); for models of speech, which have no settings, paths of
+        recordings.
+      top: classification: number of classes to return; 5 by default.
+      least: detection: least score of an object; .5 by default.
+      max_new_tokens: text: most tokens to add; by default as many as fit
+        `default_length` or, after a longer prompt, `max_length`; 64 in answers
+        about pictures.
+      temperature: sampling: 0, the default, takes the likeliest token.
+      top_k: sampling: takes one of the k likeliest tokens; 0, the default,
+        means all tokens.
+      top_p: sampling: takes tokens of this total probability; by default 1.
       mode: how routed blocks choose tokens, such as `threshold`; by default the
         first causal rule that the model was trained for.
       max_length: number of tokens that the caches hold.
-      draft: proposes tokens that the model verifies several at a time.
+      draft: speculative decoding: proposes tokens, which the model verifies.
       key: random key, for a temperature above 0.
 
     Returns:
@@ -252,7 +255,7 @@ class Run:
 
   @property
   def _asked(self):
-    """The task of a model that is asked in words."""
+    """The task of a model that reads text; an error without a tokenizer."""
     if self.task is None:
       raise UserError(
         'there is no tokenizer.json beside the weights of this model: fetch it,'
@@ -267,7 +270,7 @@ class Run:
     )
 
   def _prepared(self, asked) -> tuple[list, list[str]]:
-    """Returns the pictures of each question as input, and the questions."""
+    """Returns the preprocessed pictures of each question, and the questions."""
     for question in asked:
       if not (
         isinstance(question, tuple)
@@ -313,20 +316,20 @@ class Run:
     return self.apply(image_BHWC, size_B2, rngs=rngs), image_BHWC, size_B2
 
   def draw(self, inputs, *, least: float = detection_task.LEAST_SCORE):
-    """Returns a figure of what the model finds, and of where it computes.
+    """Returns a figure of the model's output and of where it computes.
 
-    * Of a detector: the boxes in one picture, and its routed tokens.
-    * Of a language model that sees: the image tokens that each routed block
-      processes for each question, with the answer.
-    * Of a model of speech with learners: how much each frame of each recording
-      costs, and the letters that are heard.
+    * Detectors: the boxes in one picture, and the routed tokens.
+    * Vision-language models: the image tokens that each routed block processes
+      for each question, with the answer.
+    * Models of speech with learners: the cost of each frame of each recording,
+      and the letters that the model outputs.
 
     Args:
-      inputs: as in `predict`; of a detector one picture, else up to eight.
-      least: of a detector: the least score of an object.
+      inputs: as in `predict`; one picture for a detector, else up to eight.
+      least: least score of an object that a detector finds.
 
     Raises:
-      UserError: there is no such figure of this model.
+      UserError: there is no figure for this kind of model.
     """
     if isinstance(self.config, DETRConfig):
       return self._draw_boxes(inputs, least)
@@ -362,8 +365,8 @@ class Run:
 
         run.chat([{'role': 'user', 'content': 'Name three rivers.'}])
 
-    A model that sees is asked as in training; the content may be a list of
-    parts, with pictures as `predict` takes them:
+    A vision-language model gets the prompt as in training instead. A content
+    may be a list of parts, with pictures as `predict` takes them:
 
         parts = [{'type': 'image', 'image': 'photo.jpg'},
                  {'type': 'text', 'text': 'What is on the table?'}]
@@ -433,17 +436,18 @@ class Run:
       )
 
   def study(self, name: str, data=None) -> Study:
-    """Returns a longer look at the model, as `eval.py --study=NAME` does.
+    """Runs a study of the model, as `eval.py --study=NAME` does.
 
-    `study('influence', data).metrics['suggested']` of a dense language model
-    are the blocks that turn its features least, which are those to route.
+    For a dense language model, `study('influence', data).metrics['suggested']`
+    are the blocks that rotate features least: it is best to route these.
 
     Args:
-      name: name of the study; a wrong one is refused with those that exist.
+      name: name of the study.
       data: as for `evaluate`.
 
     Raises:
-      UserError: as by `evaluate`, or there is no such study.
+      UserError: as in `evaluate`; or there is no such study, and the message
+        lists all studies.
     """
     on = self._placed('study', data)
     (run,) = evaluation.find_studies(on.task, [name]).values()
@@ -460,7 +464,7 @@ class Run:
           f' {wanted}, as in data={example}.'
         )
       data = self.reading_as_trained(data)
-      # It says what is measured, and the budget.
+      # The objective determines what is measured, and the budget.
       objective = self.experiment and self.experiment.objective
       task = make_task(
         ExperimentConfig(model=self.config, data=data, objective=objective)
@@ -485,18 +489,18 @@ class Run:
 
   @property
   def max_length(self) -> int:
-    """Longest text of a language model, in tokens, with what it adds.
+    """Longest text of a language model in tokens, including new tokens.
 
-    It is what the published config says, or the length of training.
+    The number is in the published config, or it is the length in training.
     """
     return (self.experiment or self._asked.config).data.length
 
   @property
   def default_length(self) -> int:
-    """Longest text, in tokens, where nothing is said.
+    """Default for the longest text in tokens.
 
-    It is `max_length`, but of a published model no more than 2,048: some take
-    100,000 tokens and more, for which few machines have room.
+    It is `max_length`, but for a published model at most 2,048: some models
+    take 100,000 tokens or more, for which few machines have enough memory.
     """
     return min(self.max_length, _LENGTH) if self.foreign else self.max_length
 
@@ -517,7 +521,10 @@ class Run:
     return dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
 
   def _check_classes(self, theirs: Sequence[str]) -> None:
-    """Compares the names of the classes of data with those of the model."""
+    """Compares the classes of the data with those of the model.
+
+    Raises UserError if their order differs; warns if their names differ.
+    """
     pairs = enumerate(zip(theirs, self.classes, strict=False))
     different = [(i, a, b) for i, (a, b) in pairs if a != b]
     if not different:
@@ -533,7 +540,7 @@ class Run:
   def _check_corpus(self, path: str) -> None:
     """Raises UserError if a corpus was prepared with another tokenizer."""
     theirs = prepared.make_tokenizer(path).fingerprint
-    ours = theirs  # If what the run was trained on is gone, nobody knows.
+    ours = theirs  # The check is skipped if there is no tokenizer any more.
     with contextlib.suppress(UserError):
       ours = self.tokenizer.fingerprint
     if theirs != ours:
@@ -623,17 +630,17 @@ def load(
       with adapters of a language model or of a vision transformer; or a
       pretrained vision transformer, either a folder from Hugging Face or timm
       or a file that `convert.vit.load` reads.
-    step: of a run's checkpoint, or 'best' for the one that `checkpoint.best`
-      has kept; None for the newest.
+    step: step of a run's checkpoint, or 'best' for the checkpoint that
+      `checkpoint.best` has kept; None for the newest.
     dtype: `float32` or `bfloat16`, in which the model computes and its matrices
       are kept; routers, norms and biases stay float32. `int8`, for a language
       model that is not trained any further, keeps the matrices of its blocks
       and of its head in int8, see `layers.quantized`. None keeps all weights in
-      float32 and, as `int8`, computes as the model's config says.
+      float32. With `int8` and None, the model computes in its config's dtype.
     trust: modules to import first, such as `['package.module']`, whose classes
       the config may name.
-    base: of adapters, and of a run that trained them alone: where the model is
-      that they belong to; None for where they say.
+    base: path of the model that adapters belong to, if `path` has adapters or a
+      run that trained only adapters; None for the path that these name.
     **known: fields of `ViTConfig` that cannot be derived from the file of a
       pretrained vision transformer; see `convert.vit.derive`.
 
@@ -656,7 +663,7 @@ def load(
     variables = {'params': params, **model_state}
 
   def on_device(path, array):
-    # One at a time, since arrays are read lazily.
+    # Arrays are `Lazy`: each is read here, so the host holds one at a time.
     array = jnp.asarray(array)
     names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
     inputs = matrices.get('/'.join(names[1:]))
@@ -706,7 +713,10 @@ def _computing_in(config, dtype: str):
 
 
 def about(path: str | os.PathLike) -> Run:
-  """Returns `load`'s `Run` without its variables; reads no weights of ours."""
+  """Returns the `Run` of `load` without variables.
+
+  Weights are read only where they determine the config of a published model.
+  """
   return _about(Source.open(path))
 
 
@@ -716,7 +726,7 @@ def _about(source: Source, dtype: str | None = None) -> Run:
     config = _computing_in(config, dtype)
   if experiment is not None:
     experiment = dataclasses.replace(experiment, model=config)
-    # Vocabularies of characters lie in runs and in exports.
+    # Only runs and exports contain vocabularies of characters.
     workdir = source.path if source.kind in ('run', 'export') else None
     task = make_task(experiment, workdir)
   if source.tokenizer is not None:

@@ -35,7 +35,7 @@ from mod_jax.tasks.vision_language import VisionLanguage
 Method = Literal[
   *('amod', 'mod', 'dynamic', 'tome', 'evit', 'acm', 'pmod', 'gamma')
 ]
-# Methods by the dense model that they are for.
+# Methods that a dense model supports, by its config.
 _METHODS = {
   DETRConfig: ('amod', 'mod'),
   LMConfig: ('mod', 'acm'),
@@ -67,20 +67,19 @@ def route(
 
   Args:
     pretrained: the dense model, or a path as `load` takes it.
-    method: `amod` routes the tokens of an image, also those and the queries of
-      a DETR, by attention, without parameters; `mod` by a learned router, also
-      in language models; `dynamic` drops patches by prediction heads
-      (DynamicViT); `tome` merges similar tokens (ToMe), and `evit` fuses those
-      that the class token does not attend to (EViT), both without parameters;
-      `acm` splits layers into learners. `pmod` and `gamma` route the image
-      tokens of language models that see (p-MoD, and γ-MoD, which routes
-      instructions, too).
+    method: `amod` routes tokens by attention, without parameters, in all models
+      but language models; `mod` routes tokens by a learned router, in all but
+      vision-language models; `dynamic` drops patches by prediction heads
+      (DynamicViT); `tome` merges similar tokens (ToMe), and `evit` fuses tokens
+      to which the class token pays little attention (EViT), both without
+      parameters; `acm` splits layers into learners. `pmod` and `gamma` route
+      the image tokens of vision-language models (p-MoD, and γ-MoD, which also
+      routes instructions).
     capacity: fraction of the tokens that a routed block processes or, with
       `dynamic` and `evit`, that each stage keeps; None for the method's
-      default. `acm` has no capacity: it is trained for a budget; nor has
-      `tome`: it merges `r` pairs in each block; nor `pmod`, whose schedule it
-      is.
-    key: initialises the new parameters; None for `jax.random.key(0)`.
+      default. Three methods have no capacity: `acm` is trained for a budget,
+      `tome` merges `r` pairs in each block, and `pmod` has a schedule.
+    key: random key for the new parameters; None means `jax.random.key(0)`.
     **fields: fields of the method's config: `VisionRoutingConfig` or
       `MoDConfig`, `DynamicViTConfig`, `ToMe`, `EViT`, `AdaptiveConfig`.
 
@@ -106,7 +105,7 @@ def route(
     'dynamic': _dynamic,
     'tome': _tome,
     'evit': _evit,
-    'acm': None,  # Has a way of its own.
+    'acm': None,  # See below.
     'pmod': functools.partial(_routed, vlm.P_MOD),
     'gamma': _gamma,
   }
@@ -144,7 +143,7 @@ def route(
   if reads and run.task is not None:
     changed['task'].modality.use_tokenizer(*run.task.modality.tokenizer_source)
   if isinstance(config, Wav2Vec2Config) and run.task is not None:
-    # The one that lies beside the weights; the data may be elsewhere by now.
+    # Take the vocabulary beside the weights: the data may have been moved.
     changed['task'].modality.vocabulary = run.task.modality.vocabulary
   return dataclasses.replace(run, **changed)
 
@@ -189,7 +188,7 @@ def _evit(config, fields):
 
 
 def _completed(config, of, source, key):
-  """Returns a model's variables: the dense ones, and new ones for the rest."""
+  """Returns a model's variables: those of the dense model, and new ones."""
   if protocol.shapes(config) == protocol.shapes(of):
     return source
   keys = dict(zip(('params', 'routing'), jax.random.split(key), strict=True))
