@@ -81,10 +81,7 @@ class Entry:
     return [part.reshape(shape) for part in parts]
 
   def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the shape of the other library's array.
-
-    `shapes` are the shapes of our parameters by name.
-    """
+    """Returns the shape in the other library; `shapes` has ours by name."""
     abstract = jax.ShapeDtypeStruct(shapes[self.ours[0]], jnp.float32)
     first, *rest = jax.eval_shape(self._to_theirs, abstract).shape
     return (first * len(self.ours), *rest)
@@ -135,10 +132,7 @@ def entries(
 
 
 def flatten(variables: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a model's parameters and batch statistics by name.
-
-  Names of batch statistics begin with `batch_stats/`.
-  """
+  """Returns variables by name, with `batch_stats/` before batch statistics."""
   variables = nn.unbox(dict(variables))
   statistics = variables.get('batch_stats') or {}
   return trees.flatten({**variables['params'], 'batch_stats': statistics})

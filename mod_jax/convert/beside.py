@@ -18,8 +18,7 @@ from mod_jax.errors import require
 
 # Hugging Face's `problem_type` where an image may have several classes.
 MULTI_LABEL = 'multi_label_classification'
-# Number of attention heads by the size in timm's names of architectures, such
-# as `vit_base_patch16_224`.
+# Number of attention heads by the size in a name such as vit_base_patch16_224.
 _HEADS = {'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16}
 
 
@@ -110,11 +109,7 @@ def read(path: str | os.PathLike) -> Beside:
 
 
 def of_processor(folder, kind: str = 'image_processor') -> dict[str, Any]:
-  """Returns the settings of a folder's preprocessing; {} if there are none.
-
-  `kind` is their key in newer files: 'image_processor', or 'feature_extractor'
-  for audio.
-  """
+  """Returns settings of preprocessing, which newer files have by `kind`."""
   if processor := paths.read_object(folder / 'preprocessor_config.json'):
     return processor
   # Newer versions of transformers write all processors to one file, by kind.
@@ -124,10 +119,7 @@ def of_processor(folder, kind: str = 'image_processor') -> dict[str, Any]:
 
 
 def of_detector(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns the fields of a `DetectionPreprocess`, by default DETR's.
-
-  Logs a warning if a folder's files have settings that are not supported.
-  """
+  """Returns the fields of a `DetectionPreprocess`; the defaults are DETR's."""
   fields = of_processor(folder)
   size = fields.pop('size', None)
   told = _processor(fields, 'detr')

@@ -143,10 +143,7 @@ def _backbone(config: ResNetConfig, naming: Naming) -> dict[str, str]:
 
 
 def on_disk(name: str) -> str:
-  """Converts a name in transformers' modules to that in Hugging Face's files.
-
-  Names in files remain as they are.
-  """
+  """Converts a name in transformers' modules, or in files, to that in files."""
   for old, new in _RENAMED:
     name = re.sub(old, new, name)
   return name

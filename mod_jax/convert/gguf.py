@@ -167,10 +167,7 @@ def _read(path, tensor, heads: int | None) -> np.ndarray:
 
 
 def _reader(path):
-  """Returns the reader of a file. The last reader is cached.
-
-  A file that has changed is read again.
-  """
+  """Returns the reader of a file, and caches it until the file changes."""
   path = os.path.expanduser(path)
   about = os.stat(path)
   return _read_header(path, about.st_size, about.st_mtime_ns)

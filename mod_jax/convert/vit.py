@@ -246,10 +246,7 @@ class _File:
     return None if rank and getattr(array, 'ndim', 0) != rank else array
 
   def numbers(self, module: str) -> set[int]:
-    """Returns the numbers of all blocks, or prediction heads, in the file.
-
-    `module` is our name of any module in one of them.
-    """
+    """Returns the numbers that the file has for `{}` in our name `module`."""
     prefix = self.library.table.get(module, '{}').partition('{}')[0]
     pattern = re.compile(re.escape(prefix) + r'(\d+)\.')
     return {int(m[1]) for m in map(pattern.match, self.arrays) if m}

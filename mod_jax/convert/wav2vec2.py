@@ -22,7 +22,7 @@ from mod_jax.errors import UserError
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
 _LABEL = 'Hugging Face'
-# Maps our names to theirs, without the prefix `wav2vec2.`.
+# Maps our names to Hugging Face's, without the prefix `wav2vec2.`.
 _TABLE = {
   'conv_{}': 'feature_extractor.conv_layers.{}.conv.',
   'conv_norm_{}': 'feature_extractor.conv_layers.{}.layer_norm.',
@@ -75,7 +75,7 @@ class _Fields:
   num_conv_pos_embedding_groups: int = 16
   feat_extract_norm: Literal['group', 'layer'] = 'group'
   do_stable_layer_norm: bool = False
-  layer_norm_eps: Literal[1e-5] = 1e-5  # As in the norms of convolutions.
+  layer_norm_eps: Literal[1e-5] = 1e-5  # Fixed in norms of convolutions.
   hidden_act: Literal['gelu'] = 'gelu'
   feat_extract_activation: Literal['gelu'] = 'gelu'
   add_adapter: Literal[False] = False

@@ -308,10 +308,10 @@ def _language(run, folder):
 
 
 def _declare(run, folder) -> None:
-  """Names a class by which transformers reads `tokenizer.json` unchanged.
+  """Names a class with which transformers uses the tokenizer unchanged.
 
-  Does so only if no file names a class. Without one, transformers takes that of
-  the model's architecture, which splits texts by its own rules.
+  Does nothing if a class is named already. Without a name, transformers takes
+  the class of the model's architecture, which splits texts by its own rules.
   """
   tokenizer, file = run.tokenizer, folder / 'tokenizer_config.json'
   told = paths.read_object(file)
@@ -452,7 +452,7 @@ def _ratio(hidden: int, width: int) -> float:
 
 
 def _crop_pct(reads) -> float:
-  """Returns the fraction for which timm, rounding down, gets our image size."""
+  """Returns the fraction for which timm, rounding down, resizes as we do."""
   side = round(reads.image_size / reads.crop_fraction)
   fraction = reads.image_size / side
   exact = math.floor(reads.image_size / fraction) == side

@@ -102,8 +102,8 @@ class Run:
     multi_label: whether a picture may have any number of classes, so that each
       class has its own probability.
     task: the task of `experiment`; None if there is none.
-    origin: Hugging Face directory from which a language model was loaded, or
-      the base model of its adapters; else None. It may have been deleted.
+    origin: Hugging Face directory of a language model, or of the model that
+      the adapters belong to; else None. It may have been deleted.
     base: path of the weights that a model's adapters belong to, or that its run
       has frozen; None if there are none.
     foreign: whether the weights are those of a pretrained language model, not
@@ -200,7 +200,8 @@ class Run:
       temperature: sampling: 0, the default, takes the likeliest token.
       top_k: sampling: takes one of the k likeliest tokens; 0, the default,
         means all tokens.
-      top_p: sampling: takes tokens of this total probability; by default 1.
+      top_p: sampling: takes one of the likeliest tokens that have this total
+        probability; by default 1, all tokens.
       mode: how routed blocks choose tokens, such as `threshold`; by default the
         first causal rule that the model was trained for.
       max_length: number of tokens that the caches hold.
@@ -255,7 +256,7 @@ class Run:
 
   @property
   def _asked(self):
-    """The task of a model that reads text; an error without a tokenizer."""
+    """The task of a model that reads text; UserError without a tokenizer."""
     if self.task is None:
       raise UserError(
         'there is no tokenizer.json beside the weights of this model: fetch it,'
@@ -365,8 +366,8 @@ class Run:
 
         run.chat([{'role': 'user', 'content': 'Name three rivers.'}])
 
-    A vision-language model gets the prompt as in training instead. A content
-    may be a list of parts, with pictures as `predict` takes them:
+    A vision-language model gets the prompt of its training, not the template's.
+    A content may be a list of parts, with pictures as `predict` takes them:
 
         parts = [{'type': 'image', 'image': 'photo.jpg'},
                  {'type': 'text', 'text': 'What is on the table?'}]
@@ -521,10 +522,7 @@ class Run:
     return dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
 
   def _check_classes(self, theirs: Sequence[str]) -> None:
-    """Compares the classes of the data with those of the model.
-
-    Raises UserError if their order differs; warns if their names differ.
-    """
+    """Raises UserError if classes are in another order; warns of other names."""
     pairs = enumerate(zip(theirs, self.classes, strict=False))
     different = [(i, a, b) for i, (a, b) in pairs if a != b]
     if not different:
@@ -715,7 +713,7 @@ def _computing_in(config, dtype: str):
 def about(path: str | os.PathLike) -> Run:
   """Returns the `Run` of `load` without variables.
 
-  Weights are read only where they determine the config of a published model.
+  Weights are read only if the config is derived from them.
   """
   return _about(Source.open(path))
 

@@ -67,14 +67,13 @@ def route(
 
   Args:
     pretrained: the dense model, or a path as `load` takes it.
-    method: `amod` routes tokens by attention, without parameters, in all models
-      but language models; `mod` routes tokens by a learned router, in all but
-      vision-language models; `dynamic` drops patches by prediction heads
-      (DynamicViT); `tome` merges similar tokens (ToMe), and `evit` fuses tokens
-      to which the class token pays little attention (EViT), both without
-      parameters; `acm` splits layers into learners. `pmod` and `gamma` route
-      the image tokens of vision-language models (p-MoD, and γ-MoD, which also
-      routes instructions).
+    method: `amod` routes tokens by attention, without parameters, in models of
+      images and speech; `mod` routes tokens by a learned router, also in
+      language models; `dynamic` drops patches by prediction heads (DynamicViT);
+      `tome` merges similar tokens (ToMe), and `evit` fuses tokens to which the
+      class token does not attend (EViT), both without parameters; `acm` splits
+      layers into learners. `pmod` and `gamma` route the image tokens of
+      vision-language models (p-MoD, and γ-MoD, which also routes instructions).
     capacity: fraction of the tokens that a routed block processes or, with
       `dynamic` and `evit`, that each stage keeps; None for the method's
       default. Three methods have no capacity: `acm` is trained for a budget,

@@ -1,7 +1,8 @@
-"""What lies at a path: a run or an export of ours, or a pretrained model.
+"""Finds out what a path contains: a run, an export or a pretrained model.
 
-This is the only place that asks. Modules of `tasks` import this one, and import
-it as a module, since importing `ExperimentConfig` imports all of `tasks`.
+No other module does. Modules of `tasks` import this module as a whole, without
+names from it: it imports `ExperimentConfig` and with that all of `tasks`, so
+that the import is circular.
 """
 
 import abc
@@ -48,7 +49,7 @@ from mod_jax.tasks.experiment import ExperimentConfig, ModelConfig
 # The files of a folder that `mod_jax.export` writes in our own format.
 FOLDER, WEIGHTS = 'mod_jax.json', 'model.safetensors'
 CLASSES = 'classes.json'  # The class names in a run's directory.
-# Dense models by their configs, in messages.
+# Names of dense models in messages, by their configs.
 NAMES = {
   DETRConfig: 'a detector',
   LMConfig: 'a language model',
@@ -62,7 +63,7 @@ _IMAGENET = {
   'std': (0.229, 0.224, 0.225),
   'crop_fraction': 0.875,
 }
-# Likewise of CLIP (Radford et al. 2021).
+# Preprocessing of CLIP (Radford et al. 2021), for weights without metadata.
 _CLIP = {
   'mean': (0.48145466, 0.4578275, 0.40821073),
   'std': (0.26862954, 0.26130258, 0.27577711),
@@ -72,27 +73,28 @@ _CLIP = {
 
 
 class Source(abc.ABC):
-  """A model at a path; `Source.open` tells the kinds apart.
+  """A model at a path; `Source.open` returns the subclass for its kind.
 
   Files are read when an attribute is first used.
 
   Attributes:
     path: the directory, or the file of a pretrained vision model's weights.
-    kind: `run` and `export` of ours; `language`, a folder of Hugging Face or a
-      GGUF file; `vision`, weights in any `convert.vit.Naming`, or a CLIP tower;
-      `peft`, adapters of PEFT; `vlm`, a LLaVA; `detector`, a DETR; `speech`, a
-      Wav2Vec2.
-    base: where the weights are that do not lie at the path: those that a run
-      has frozen, or that adapters belong to; None for none.
+    kind: `run` and `export` of mod_jax; `language`, a folder of Hugging Face or
+      a GGUF file; `vision`, weights in any `convert.vit.Naming`, or a CLIP
+      tower; `peft`, adapters of PEFT; `vlm`, a LLaVA; `detector`, a DETR;
+      `speech`, a Wav2Vec2.
+    base: path of the weights that a run has frozen, or that adapters belong to;
+      None if all weights are at `path`.
     config: config of the model.
-    experiment: config of the run that trained it; of a pretrained language
-      model one that says how text is read; None for a vision model.
+    experiment: config of the run that trained the model, or one that only says
+      how a pretrained model reads text or speech; None for pretrained vision
+      models.
     preprocess: turns images into input; None for a language model.
     classes: names of a vision model's classes; None if unknown.
-    multi_label: whether any number of them may be true of a picture.
-    tokenizer: kind of the tokenizer that lies in an exported folder.
+    multi_label: whether a picture may have any number of classes.
+    tokenizer: kind of the tokenizer in an exported folder.
     foreign: whether a model was published by others and not trained further; a
-      language model's prompts then begin as its own tokenizer begins texts.
+      language model's prompts then begin with its tokenizer's special tokens.
   """
 
   kind: ClassVar[
@@ -116,15 +118,15 @@ class Source(abc.ABC):
   def open(
     path: str | os.PathLike, *, base: str | None = None, **fields
   ) -> 'Source':
-    """Returns what lies at a path, without reading weights.
+    """Returns the source for a path, without reading weights.
 
     Args:
-      path: of a run, an export, a folder of Hugging Face, timm or PEFT, or a
-        file.
-      base: where the weights lie to which adapters at the path belong; None for
-        where these say.
-      **fields: of the config of a pretrained vision model, which its file may
-        not have; see `convert.vit.derive`.
+      path: path of a run, an export, a folder of Hugging Face, timm or PEFT, or
+        a file.
+      base: path of the model that adapters at `path` belong to; None for the
+        path that their config names.
+      **fields: fields of the config of a pretrained vision model that its file
+        may lack; see `convert.vit.derive`.
 
     Raises:
       UserError: there is nothing at that path, or no model.
@@ -157,12 +159,12 @@ class Source(abc.ABC):
 
   @staticmethod
   def of_init(init: str, base: str | None = None) -> 'Source':
-    """Returns what `config.init` names."""
+    """Returns the source for the `init` of a config."""
     return Source.open(workdir_lib.find(init), base=base)
 
   @property
   def ours(self) -> bool:
-    """Whether `read` returns what a model of ours has, and no less."""
+    """Whether the path is of a run, an export or PEFT adapters."""
     return self.kind in ('run', 'export', 'peft')
 
   @functools.cached_property
@@ -174,7 +176,7 @@ class Source(abc.ABC):
   def read(self) -> dict[str, Any]:
     """Returns the variables by collection, where possible read lazily.
 
-    Of a run without the parameters that it has frozen, if they are at `base`.
+    For a run, parameters that it has frozen are left out if they are at `base`.
     """
 
   def at(self, step: best_lib.Step) -> 'Source':
@@ -190,7 +192,8 @@ class _Run(Source):
   """A run.
 
   Attributes:
-    checkpoint: what was read of the checkpoint beside its arrays; None before.
+    checkpoint: the checkpoint that `read` has restored, without its arrays;
+      None before.
   """
 
   kind = 'run'
@@ -235,7 +238,7 @@ class _Run(Source):
     return tuple(names)
 
   def read(self):
-    """Returns the variables that are evaluated, of one checkpoint.
+    """Returns the variables for evaluation from one checkpoint.
 
     The parameters are moving averages, if the run keeps any. Nothing is
     written, since the run may still be training.
@@ -301,7 +304,7 @@ class _Export(Source):
     if not sees:
       return
     where = f'{file}: preprocess'
-    # The configs of data have these fields, and so check their types.
+    # Data configs have the fields of the preprocessing, and check their types.
     if isinstance(known.model, DETRConfig):
       fields = pictures | {'source': 'coco', 'path': os.fspath(path)}
       data = config_lib.from_known(DetectionDataConfig, fields, where)
@@ -351,7 +354,7 @@ class _Peft(Source):
 
 
 class _Published(Source):
-  """A model of others; `format` is the module of `convert` that reads it."""
+  """A published model; `format` is the module of `convert` that reads it."""
 
   format: ClassVar[Any]
 
@@ -364,10 +367,7 @@ class _Published(Source):
     return arrays_lib.complete(weights, self.config)
 
   def _reads(self, data):
-    """Returns the experiment of a model whose training data are unknown.
-
-    It only says how input is read.
-    """
+    """Returns an experiment that only says how the model reads its input."""
     path = os.fspath(self.path)
     return ExperimentConfig(model=self.config, data=data, init=path)
 
@@ -385,8 +385,8 @@ class _Language(_Published):
         'Of the settings of generation in %s, this is not followed: %s.',
         *(path, '; '.join(unfollowed)),
       )
-    # Without a tokenizer.json, only what `export` wrote is read: in others no
-    # file says whether texts start with a begin token.
+    # SentencePiece's tokenizers are read only from folders that `export` wrote:
+    # in others, no file says whether texts start with a begin token.
     settings = paths.read_object(self.path / 'tokenizer_config.json')
     exported = settings.get('tokenizer_class') == 'PreTrainedTokenizerFast'
     pieces = exported and not (self.path / 'tokenizer.json').exists()
@@ -399,7 +399,7 @@ class _Language(_Published):
     )
 
   def read(self, model: LMConfig | None = None):
-    """Returns the weights, for the layers of `model` if they are scanned."""
+    """Returns the weights, stacked if `model` is given and scans its layers."""
     params = convert_lm.read(self.path, model or self.config, self._stored())
     return {'params': trees.unflatten(params)}
 
@@ -442,10 +442,10 @@ class _Speech(_Published):
 
 
 class _Pictures(_Published):
-  """A pretrained model that sees pictures, with files that tell how.
+  """A pretrained model of images; files may describe the preprocessing.
 
   Attributes:
-    usual: preprocessing where nothing tells it, and what it is usual with.
+    usual: default preprocessing, after the name of the models that have it.
   """
 
   usual = 'ImageNet', _IMAGENET
@@ -456,7 +456,7 @@ class _Pictures(_Published):
 
   @property
   def _size(self) -> int:
-    """Pixels of a side that the model takes."""
+    """Height and width of the model's input in pixels."""
     return self.config.dense_twin().image_size
 
   @functools.cached_property
@@ -480,7 +480,7 @@ class _Pictures(_Published):
       )
     preprocess = Preprocess(image_size=size, **metadata.pictures | assumed)
     with config_lib.inside(f'the preprocessing beside {self.path}'):
-      # Its fields have the ranges.
+      # `ImageDataConfig` checks the ranges of the fields.
       preprocess.apply_to(ImageDataConfig())
     if unfollowed:
       logging.warning(
@@ -504,7 +504,7 @@ class _Vision(_Pictures):
 
   @property
   def multi_label(self):
-    # A single logit is that of a label that may be true, as in transformers.
+    # As in transformers, a single logit is that of an independent label.
     single = self.config.dense_twin().num_classes == 1
     return single or self._metadata.multi_label
 
@@ -519,7 +519,7 @@ class _Vision(_Pictures):
 
 
 class _OfCLIP(_Pictures):
-  """A folder of Hugging Face with a tower of CLIP, and perhaps more."""
+  """A folder of Hugging Face with CLIP's tower, alone or in a larger model."""
 
   usual = 'CLIP', _CLIP
 
@@ -528,7 +528,8 @@ class _OfCLIP(_Pictures):
     return beside.read(self.path / 'config.json')
 
   def read(self):
-    # Nothing is missing, and a LLaVA is too large to be read at once.
+    # Not `complete`, which reads all arrays: a LLaVA is too large for that, and
+    # lacks no parameters.
     params = self.format.read(self.path, self.config)
     return {'params': trees.unflatten(params)}
 
@@ -551,7 +552,7 @@ class _VisionLanguage(_OfCLIP):
   def experiment(self):
     path = os.fspath(self.path)
     if not (self.path / 'tokenizer.json').is_file():
-      return None  # It can be given tokens, but no text.
+      return None  # The model can read tokens, but no text.
     data = ConversationDataConfig(
       tokenizer='huggingface',
       tokenizer_path=path,
@@ -568,7 +569,7 @@ class _Detector(_Published):
 
   @property
   def classes(self):
-    """The names by number; '' where the folder tells none."""
+    """Names of the classes by number; '' where the folder has no name."""
     told = files.config_json(self.path).get('id2label')
     told = told if isinstance(told, dict) else {}
     count = self.config.num_classes
@@ -584,12 +585,12 @@ class _Detector(_Published):
   def preprocess(self):
     told = DetectionPreprocess(**beside.of_detector(self.path))
     with config_lib.inside(f'the preprocessing beside {self.path}'):
-      # It has the ranges.
+      # `DetectionDataConfig` checks the ranges of the fields.
       data = DetectionDataConfig(source='coco', path=os.fspath(self.path))
       return told.apply_to(data).preprocess
 
 
-# Folders of Hugging Face by the `model_type` in their `config.json`.
+# Sources for folders of Hugging Face, by the `model_type` in `config.json`.
 _PUBLISHED = {
   **dict.fromkeys(convert_lm.FAMILIES, _Language),
   **dict.fromkeys(('clip', 'clip_vision_model'), Tower),
@@ -600,9 +601,9 @@ _PUBLISHED = {
 
 
 def _published(folder: pathlib.Path) -> type[_Published] | None:
-  """Returns what a folder of Hugging Face is opened as; None for others."""
+  """Returns the source for a folder of Hugging Face; None for other paths."""
   fields = files.config_json(folder)
-  # A language model of an unknown family is refused by its name.
+  # `_Language` raises an error that names the family, if it is not supported.
   if 'ForCausalLM' in str(fields.get('architectures')):
     return _Language
   return _PUBLISHED.get(str(fields.get('model_type')))
