@@ -132,7 +132,7 @@ def entries(
 
 
 def flatten(variables: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns variables by name, with `batch_stats/` before batch statistics."""
+  """Returns variables by name; batch statistics are named `batch_stats/…`."""
   variables = nn.unbox(dict(variables))
   statistics = variables.get('batch_stats') or {}
   return trees.flatten({**variables['params'], 'batch_stats': statistics})

@@ -68,7 +68,7 @@ _BESIDE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fields:
-  """The fields of a `config.json` that are read, except of the two models."""
+  """The fields of a `config.json` that are read, except `text_config` etc."""
 
   image_token_index: config_lib.Count | None = None
   image_token_id: config_lib.Count | None = None  # Name in newer files.
@@ -198,9 +198,9 @@ def save(
 def _arrays(
   params, dense: VLMConfig, types
 ) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
-  """Returns the arrays as `files.write_sharded` takes them, with their prefix.
+  """Returns a model's dense arrays as `files.write_sharded` takes them.
 
-  Names of the tower lack `clip.PREFIX`.
+  Names have the prefixes in `_PARTS`, those of the tower without `clip.PREFIX`.
   """
 
   def of(part):

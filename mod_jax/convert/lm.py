@@ -48,7 +48,7 @@ _ROPE = {
     'original_length': 'original_max_position_embeddings',
   },
 }
-# Maps our names of modules and arrays to theirs, for `arrays.entries`.
+# Maps our names of modules and arrays to Hugging Face's, for `arrays.entries`.
 _TABLE = {
   'embedding': 'model.embed_tokens.weight',
   'block_{}/attention_norm': 'model.layers.{}.input_layernorm.',

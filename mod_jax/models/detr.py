@@ -67,7 +67,7 @@ class DETRConfig(StackedConfig):
   width: config_lib.Width = 256  # Width of the tokens (D).
   num_heads: config_lib.Size = 8  # Attention heads (H).
   mlp_dim: config_lib.Size = 2048  # Hidden width of the MLPs (F).
-  dropout: config_lib.BelowOne = 0.1  # Dropout of updates in training.
+  dropout: config_lib.BelowOne = 0.1  # Dropout rate of updates in training.
   norm_epsilon: config_lib.Epsilon = 1e-5  # Epsilon of the layer norms.
   # Weight of the classes in the loss, where the L1 and GIoU terms of the boxes
   # have the weights 5 and 2. Classes always have the weight 1 in matching.
@@ -204,7 +204,7 @@ class DETRConfig(StackedConfig):
     return jnp.zeros((1, *self.image_size, 3))
 
   def tokens_per_block(self) -> tuple[int, ...]:
-    """Returns how many tokens (or queries, in the decoder) each block runs."""
+    """Returns how many tokens (decoder: queries) each block processes."""
     return self.encoder.tokens_per_block(
       self.num_tokens
     ) + self.decoder.tokens_per_block(self.num_queries)
@@ -212,7 +212,7 @@ class DETRConfig(StackedConfig):
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for one picture.
 
-    Of `flops`, only `published_macs` counts the parts `norm`.
+    `flops.published_macs` counts the parts `norm`; `flops.forward` does not.
     """
     tokens, queries = self.num_tokens, self.num_queries
 

@@ -187,7 +187,7 @@ class DynamicViTConfig(StackedConfig):
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for one image in inference.
 
-    Of `flops`, only `published_macs` counts the parts `norm`.
+    `flops.published_macs` counts the parts `norm`; `flops.forward` does not.
     """
     backbone = self.backbone
     rows = [('embed', backbone.embed_flops())]
@@ -227,10 +227,10 @@ class DynamicViTOutput(StackedOutput):
 
   Attributes:
     logits_BV: float32 logits of the classes.
-    features_BLD: the remaining tokens after the last norm, prefix first; all
-      tokens if dropped ones are only masked.
+    features_BLD: the remaining tokens after the last norm, the class token
+      first; all tokens if dropped patches are only masked.
     keep_SBN: float32, 1 for patches kept after each stage; differentiable
-      (straight-through) if dropped ones are only masked. Empty for
+      (straight-through) if dropped patches are only masked. Empty for
       `structural`.
     probability_SBN: float32 probability of keeping each remaining patch, by a
       learned score; 0 for those already dropped. None for other scores.
@@ -344,7 +344,7 @@ class DynamicViT(nn.Module):
 
     `images_BHWC` are normalised, of the config's size and three channels.
     `decisions_SBN` is 1 for patches to keep after each stage, in place of
-    sampled decisions; dropped ones are masked, as in training.
+    sampled decisions; dropped patches are masked, as in training.
     """
     if decisions_SBN is not None:
       self._check(decisions_SBN, images_BHWC.shape[0])

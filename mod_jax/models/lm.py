@@ -49,14 +49,15 @@ class LMConfig(StackedConfig):
   head_dim: config_lib.Size | None = None
   # Kind of the MLPs' hidden layer.
   mlp: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'
-  # Hidden width of the MLPs (F); None = 4D, or 8D/3 rounded up to 32.
+  # Hidden width of the MLPs (F); None = 4D or, with `swiglu`, 8D/3 rounded up
+  # to a multiple of 32.
   mlp_dim: config_lib.Size | None = None
   feed_forward: Slot | None = None  # Replaces the MLP.
   tied_head: bool = True  # Whether the output head is the embedding.
   # Base of the wavelengths of the rotary embedding.
   rope_theta: Annotated[float, config_lib.Range(gt=1)] = 10_000.0
   rope_scaling: RopeScaling | None = None  # Scaling of wavelengths.
-  # Most tokens that each token sees, itself included; None = all before it.
+  # Most tokens to which a token attends, with itself; None = all before it.
   window: config_lib.Size | None = None
   qkv_bias: bool = False  # Biases of query, key and value.
   # Whether each head's queries and keys are RMS-normalised before the rotation.
@@ -176,7 +177,7 @@ class LMConfig(StackedConfig):
   def rules(self) -> tuple[str, ...]:
     """Names of the usable routing rules, `top_k` first.
 
-    Empty if no choice depends on later tokens, where rules have no effect; only
+    Empty if no choice depends on later tokens: then rules have no effect. Only
     `top_k` if no causal rule was trained.
     """
     if self.num_routed and self.routing.kinds is None:
@@ -338,7 +339,7 @@ class LanguageModel(nn.Module):
 
     Args:
       tokens_BL: int token ids.
-      valid_BL: False for padding, left or right; None if there is none.
+      valid_BL: False for padding, left or right; None if no row has padding.
       segment_BL: document numbers of packed rows; tokens see only their own
         document.
       mode: how routed blocks choose tokens: a string is the name of a rule, and
@@ -605,8 +606,8 @@ def merge(
 ):
   """Calls `trees.merge` for models that may differ in how layers are scanned.
 
-  `fresh` is a collection of the model `config`, `source` a collection of the
-  model `of` on the host. With `collections`, both are dictionaries of them.
+  `fresh` is a collection of the model `config`, and `source` of the model `of`,
+  on the host. With `collections`, both are dictionaries of collections.
   """
 
   def layout(config):

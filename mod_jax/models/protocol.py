@@ -112,7 +112,7 @@ def check_encoder(mode: Mode) -> None:
 
 
 def check_no_class_token(routing: RoutingConfig | None) -> None:
-  """Raises UserError if routing is to keep a class token; there is none."""
+  """Raises UserError if `keep_class_token` is set for a model without one."""
   require(
     routing is None or not routing.keep_class_token,
     'keep_class_token=False, since this model has no class token',

@@ -216,7 +216,7 @@ class ViTConfig(StackedConfig):
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for one image.
 
-    Of `flops`, only `published_macs` counts the parts `norm`.
+    `flops.published_macs` counts the parts `norm`; `flops.forward` does not.
     """
     *lengths, left = self.stack.lengths(self.num_tokens)
     blocks = map(self.block_flops, range(self.num_layers), lengths)
@@ -233,7 +233,7 @@ class ViTConfig(StackedConfig):
 
 
 def norm_flops(tokens: int, width: int) -> int:
-  """Returns a layer norm's FLOPs: published tables count 5 MACs per element."""
+  """Returns a layer norm's FLOPs; published tables count 5 MACs an element."""
   return 2 * 5 * tokens * width
 
 

@@ -35,7 +35,7 @@ P_MOD = MoDConfig(
   offset=0,
   kinds=('image',),
   # The gate scales the whole update of the chosen tokens. In the released code
-  # it scales only their feed-forward update, but also skipped tokens' features.
+  # it scales their feed-forward update alone, and features of skipped tokens.
   gate='alpha_tanh',
   gate_alpha=0.2,
   router_bias=True,
@@ -161,7 +161,7 @@ class VLMConfig(StackedConfig):
 
   @property
   def grid(self) -> int:
-    """Number of a picture's tokens along a side, if it `has_grid`."""
+    """Number of a picture's tokens along a side, if `has_grid`."""
     return self.vit.grid // self.pooling
 
   @property
@@ -294,7 +294,7 @@ class VLM(nn.Module):
   """
 
   config: VLMConfig
-  mode: Mode = Mode()  # Its routing is that of the language model.
+  mode: Mode = Mode()  # Its `routing` is for the language model.
 
   def setup(self):
     config = self.config
@@ -329,7 +329,7 @@ class VLM(nn.Module):
       kind_BL: int32 index into `token_info.KINDS` of each token that is not of
         a picture; None means `question`, or `answer` for tokens after a prompt
         (with a cache, without `prompt`).
-      valid_BL: False for padding, left or right; None if there is none.
+      valid_BL: False for padding, left or right; None if no row has padding.
       cache: keys and values of earlier tokens, pictures included.
       prompt: as for `LanguageModel`.
       **kwargs: as for `LanguageModel`.
@@ -473,9 +473,9 @@ def place_images(
       takes them.
     kinds: index into `token_info.KINDS` of each token of `rows`; None for
       `question`.
-    text: number of tokens besides pictures for which there is room; None means
-      the largest number in any row.
-    count: number of pictures for which there is room; None means likewise.
+    text: number of tokens besides pictures for which there is room; None for
+      the most in any row.
+    count: number of pictures for which there is room; None for the most.
     side: side of the padding, 'left' or 'right'.
 
   Raises:

@@ -101,7 +101,7 @@ class Wav2Vec2Config(StackedConfig):
     return StackConfig(layers=self._layers(block), remat=self.remat)
 
   def frames(self, samples):
-    """Returns the number of frames for a number of samples, or for an array.
+    """Returns the number of frames for a number, or an array, of samples.
 
     The result is below 1 if there are too few samples for a frame.
     """

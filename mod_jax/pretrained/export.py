@@ -49,7 +49,7 @@ _TIMM_EPSILON = 1e-6
 Format = Literal['safetensors', 'huggingface', 'timm', 'peft']
 # The library that reads each format.
 _READERS = {'huggingface': 'transformers', 'timm': 'timm', 'peft': 'PEFT'}
-# Fields of configs for features that other libraries lack, as in messages.
+# Fields of configs for features that other libraries lack, with their names.
 _OURS = {
   'routing': 'routed blocks',
   'reduction': 'blocks that leave fewer tokens',

@@ -45,7 +45,8 @@ from mod_jax.train.task import Study
 
 _BATCH = 32  # Number of pictures that are classified at a time.
 _LENGTH = 2048  # Default for the longest text of a published model, in tokens.
-# Examples of data configs for messages, by the model's; None: other models.
+# Examples of data configs for messages, by type of the model's config; None is
+# for all other models.
 _DATA = {
   None: 'ImageDataConfig(source="folder", path="photos")',
   LMConfig: 'TextDataConfig(source="files", files="texts/*.txt")',
@@ -440,7 +441,7 @@ class Run:
     """Runs a study of the model, as `eval.py --study=NAME` does.
 
     For a dense language model, `study('influence', data).metrics['suggested']`
-    are the blocks that rotate features least: it is best to route these.
+    are the blocks that change the direction of features least; route these.
 
     Args:
       name: name of the study.
@@ -522,7 +523,7 @@ class Run:
     return dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
 
   def _check_classes(self, theirs: Sequence[str]) -> None:
-    """Raises UserError if classes are in another order; warns of other names."""
+    """Raises UserError if classes have another order; warns of other names."""
     pairs = enumerate(zip(theirs, self.classes, strict=False))
     different = [(i, a, b) for i, (a, b) in pairs if a != b]
     if not different:
@@ -661,7 +662,7 @@ def load(
     variables = {'params': params, **model_state}
 
   def on_device(path, array):
-    # Arrays are `Lazy`: each is read here, so the host holds one at a time.
+    # Reads one array at a time, if arrays are `Lazy`.
     array = jnp.asarray(array)
     names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
     inputs = matrices.get('/'.join(names[1:]))

@@ -60,10 +60,9 @@ def route(
 ) -> Run:
   """Returns a routed model with the weights of a dense one.
 
-  Added parameters (routers, prediction heads, learners) are newly initialised.
-  So the model should be trained before use, except with A-MoD, ToMe and
-  EViT, which add none: export the result, and give that folder as `init` of a
-  run.
+  Added parameters (routers, prediction heads, learners) are newly initialised,
+  so that the model should be trained before use: export it, and give that
+  folder as `init` of a run. A-MoD, ToMe and EViT add no parameters.
 
   Args:
     pretrained: the dense model, or a path as `load` takes it.

@@ -445,7 +445,7 @@ class _Pictures(_Published):
   """A pretrained model of images; files may describe the preprocessing.
 
   Attributes:
-    usual: default preprocessing, after the name of the models that have it.
+    usual: name of some models, and their preprocessing, which is the default.
   """
 
   usual = 'ImageNet', _IMAGENET
@@ -528,8 +528,8 @@ class _OfCLIP(_Pictures):
     return beside.read(self.path / 'config.json')
 
   def read(self):
-    # Not `complete`, which reads all arrays: a LLaVA is too large for that, and
-    # lacks no parameters.
+    # Does not call `complete` as the base class does: no parameter is missing,
+    # and that would read all arrays of a large LLaVA at once.
     params = self.format.read(self.path, self.config)
     return {'params': trees.unflatten(params)}
 
