@@ -226,6 +226,7 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
     for ours, theirs in _FIELDS.items()
     if f'{architecture}.{ours}' in metadata
   }
+  fields.setdefault('num_key_value_heads', fields.get('num_attention_heads'))
   if metadata.get(f'{architecture}.expert_count'):
     fields['num_experts'] = metadata[f'{architecture}.expert_count']
   if architecture == 'llama' and fields.get('sliding_window'):
@@ -258,16 +259,15 @@ def _rope_scaling(path, metadata) -> dict[str, Any] | None:
   old = metadata.get(f'{architecture}.rope.scale_linear')
   factor = metadata.get(f'{prefix}.factor', old)
   kind = metadata.get(f'{prefix}.type', 'linear')
-  if kind == 'linear' and factor:
-    return {'rope_type': 'linear', 'factor': factor}
   if kind not in ('none', 'linear'):
     raise UserError(
       f'{path}: rotary positions scaled by {kind!r} are not supported; expected'
       ' none or linear.'
     )
+  linear = factor if factor and kind == 'linear' else 1.0
   factors = [x for x in _reader(path).tensors if x.name == _ROPE_FACTORS]
   if not factors:
-    return None
+    return None if linear == 1 else {'rope_type': kind, 'factor': linear}
   # Files of Llama 3.1 and 3.2 have a factor for each frequency, but not the
   # settings that these are computed from: find the settings that give them.
   head_dim = 2 * len(factors[0].data)
@@ -282,14 +282,14 @@ def _rope_scaling(path, metadata) -> dict[str, Any] | None:
     )
     frequency_C = rope.frequencies(head_dim, theta)
     expected = frequency_C / scaling.scaled(frequency_C)
-    if np.allclose(factors[0].data, expected, rtol=1e-3):
+    if np.allclose(linear * factors[0].data, expected, rtol=1e-3):
       return {
         **{'rope_type': 'llama3', 'factor': factor, 'low_freq_factor': 1.0},
         **{'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192},
       }
   raise UserError(
-    f'{path}: {_ROPE_FACTORS} is not that of Llama 3.1 or 3.2, the only ones'
-    ' that are known here.'
+    f'{path}: {_ROPE_FACTORS} with the scaling beside it is not that of Llama'
+    ' 3.1 or 3.2, the only ones that are known here.'
   )
 
 

@@ -13,6 +13,7 @@ from tokenizers import pre_tokenizers
 
 import mod_jax
 from mod_jax.convert import gguf as convert_gguf
+from mod_jax.convert import lm as convert_lm
 from mod_jax.data.tokenizers import make
 from mod_jax.errors import UserError
 from mod_jax.layers.rope import RopeScaling
@@ -124,9 +125,10 @@ def test_llama_3s_positions_are_known_by_their_factors(tmp_path, factor, theta):
   smooth_C = np.clip((8192 / wavelength_C - 1) / (4 - 1), 0, 1)
   factor_C = 1 / ((1 - smooth_C) / factor + smooth_C)
 
-  def change(factor_C):
+  def change(factor_C, linear=1.0):
     def add(writer):
       writer.kv_data[0]['llama.rope.freq_base'].value = theta
+      writer.add_rope_scaling_factor(linear)
       writer.add_tensor('rope_freqs.weight', factor_C.astype(np.float32))
 
     return add
@@ -134,8 +136,18 @@ def test_llama_3s_positions_are_known_by_their_factors(tmp_path, factor, theta):
   path = tmp_path / 'model.gguf'
   config = mod_jax.load(write(path, 'llama', change=change(factor_C))).config
   assert config.rope_scaling == RopeScaling(kind='llama3', factor=factor)
-  with pytest.raises(UserError, match='not that of Llama 3.1'):
-    mod_jax.load(write(path, 'llama', change=change(3 * factor_C)))
+  for other in (change(3 * factor_C), change(factor_C, linear=2.0)):
+    with pytest.raises(UserError, match=r'not that of Llama 3\.1'):
+      mod_jax.load(write(path, 'llama', change=other))
+
+
+def test_heads_share_no_keys_where_nothing_is_said(tmp_path):
+  def change(writer):
+    del writer.kv_data[0]['qwen2.attention.head_count_kv']
+
+  path = write(tmp_path / 'model.gguf', 'qwen2', change=change)
+  config = convert_lm.derive(convert_gguf.unpack(path))
+  assert config.num_kv_heads == config.num_heads
 
 
 @pytest.mark.parametrize('name', ['rope.scale_linear', 'rope.scaling.factor'])
