@@ -24,6 +24,7 @@ from typing import Any
 from absl import logging
 import numpy as np
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -661,6 +662,10 @@ def app(
   def handle_refused(_, error):
     return JSONResponse(_error(error), error.status)
 
+  def handle_unknown(_, error):  # Another address, or another method.
+    body = _error(_Refused(error.detail, error.status_code))
+    return JSONResponse(body, error.status_code, error.headers)
+
   application = Starlette(
     routes=[
       Route('/health', server.health),
@@ -672,6 +677,7 @@ def app(
     ],
     exception_handlers={
       _Refused: handle_refused,
+      HTTPException: handle_unknown,
       ClientDisconnect: lambda *_: Response(status_code=499),
     },
     lifespan=server.lifespan,

@@ -145,7 +145,10 @@ def test_what_is_no_request(client):
   ):
     reply = http.post(url, content=body, headers=headers)
     assert reply.status_code == status
-  assert http.get(f'{client.base_url}nothing').status_code == 404
+  for address, status in (('nothing', 404), ('completions', 405)):
+    reply = http.get(f'{client.base_url}{address}')
+    assert reply.status_code == status
+    assert reply.json()['error']['type'] == 'invalid_request_error'
 
 
 def wait_for(true):
