@@ -152,7 +152,7 @@ def generate(
       *(max_new_tokens, max_length),
     )
   prefill_mode = mode
-  if prefill == 'top_k' and model.config.num_routed and prompt > 1:
+  if prefill == 'top_k' and model.config.rules and prompt > 1:
     prefill_mode = dataclasses.replace(mode, rule='top_k')
   # Pad the number of text tokens and of new tokens to powers of two, so that
   # few programs are compiled.

@@ -41,6 +41,10 @@ BASE = dataclasses.replace(
   routing=MoDConfig(capacity=0.25, offset=0, threshold_decay=0.9),
 )
 DENSE = dataclasses.replace(BASE, num_layers=2, routing=None)
+CHOOSING = dataclasses.replace(
+  DENSE,
+  experts=ExpertsConfig(num_experts=3, choice='expert', threshold_decay=0.9),
+)
 STRIDE = dataclasses.replace(
   BASE, routing=MoDConfig(capacity=0.4, offset=0, score='stride')
 )
@@ -285,12 +289,16 @@ class TestEndToken:
 
 class TestTopKPrefill:
   @pytest.mark.slow
-  def test_is_what_training_computes(self):
-    got = run(SCANNED, ROUTER, prefill='top_k')
-    causal = run(SCANNED, ROUTER)
+  @pytest.mark.parametrize(
+    ('config', 'mode'),
+    [(SCANNED, ROUTER), (CHOOSING, RoutingMode(rule='threshold'))],
+  )
+  def test_is_what_training_computes(self, config, mode):
+    got = run(config, mode, prefill='top_k')
+    causal = run(config, mode)
     difference = got.log_prob_BN - causal.log_prob_BN
     assert np.abs(difference).max() > 0.01
-    output = forward(SCANNED, RoutingMode(), *PROMPTS)
+    output = forward(config, RoutingMode(), *PROMPTS)
     log_prob_BPV = log_softmax(output.logits_BLV)
     last_B = [np.flatnonzero(valid_P)[-1] for valid_P in VALID_BP]
     first_BV = log_prob_BPV[np.arange(4), last_B]
