@@ -92,7 +92,7 @@ def hour() -> SweepConfig:
   )
   gaussian = dataclasses.replace(routing, score='gaussian', predictor_width=0)
   dense, deep = 12e6, 19e6  # Parameters in the middle of the shapes.
-  shapes = (12, 256, 4), (12, 320, 5), (16, 320, 5)
+  shapes = (8, 192, 3), (8, 256, 4), (12, 256, 4), (12, 320, 5), (16, 320, 5)
   return config_lib.replace(
     sweep(),
     {
@@ -102,11 +102,13 @@ def hour() -> SweepConfig:
         tokenizer='bpe',
         tokenizer_vocab_size=8192,
         length=1024,
+        # The packages of some machines have 56 million tokens.
+        max_epochs=4,
       ),
       'base.model.vocab_size': 8192,
       'base.train.batch_size': 32,
       'base.evaluation.batch_size': 32,
-      'budgets': (1e16,),
+      'budgets': (2.5e15, 1e16),
       'optimum_budget': 1e16,
       'num_seeds': (2,),
       'num_sizes': (3,),
@@ -114,7 +116,7 @@ def hour() -> SweepConfig:
         Group(
           name='dense',
           optimum=dense,
-          shapes=((6, 256, 4), (6, 320, 5), (8, 320, 5)),
+          shapes=((4, 192, 3), (4, 256, 4), *SHAPES[1:3], (8, 320, 5)),
         ),
         Group(name='mod', optimum=deep, routing=routing, shapes=shapes),
         Group(
@@ -122,15 +124,15 @@ def hour() -> SweepConfig:
           optimum=dense,
           shapes=((4, 384, 6), (10, 256, 4)),
           num_sizes=2,
-          budgets=(0,),
+          budgets=(1,),
         ),
         Group(
           name='gaussian',
           optimum=deep,
           routing=gaussian,
-          shapes=shapes[1:2],
+          shapes=shapes[3:4],
           num_sizes=1,
-          budgets=(0,),
+          budgets=(1,),
         ),
       ),
       'utilization': 0.1,
@@ -152,7 +154,7 @@ def hour_tune() -> SweepConfig:
       dataclasses.replace(
         group,
         name=f'{group.name}_x{factor:g}',
-        shapes=group.shapes[1:2],
+        shapes=group.shapes[-2:-1],
         rate_factor=factor,
       )
       for group in full.groups[:2]
@@ -163,7 +165,9 @@ def hour_tune() -> SweepConfig:
 
 def hour_tiny() -> SweepConfig:
   """Returns a small version of `hour`."""
-  return dataclasses.replace(paper.tiny(hour()), budgets=(1e9,), num_sizes=(3,))
+  return dataclasses.replace(
+    paper.tiny(hour()), budgets=(1e9, 1.2e9), num_sizes=(3,)
+  )
 
 
 VARIANTS = {

@@ -135,13 +135,14 @@ def rows_of_128() -> SweepConfig:
       'base.data.length': 128,
       'base.train.batch_size': 32,
       'base.evaluation.batch_size': 32,
-      'budgets': (1.2e14,),
+      'budgets': (3e13, 1.2e14),
       'num_seeds': (3,),
       'num_sizes': (3,),
       'groups': (
-        dataclasses.replace(DENSE, shapes=shapes(4, 112, 128, 160)),
+        # The lower budget says what more FLOPs are worth to dense models.
+        dataclasses.replace(DENSE, shapes=shapes(4, 80, 96, 112, 128, 160)),
         dataclasses.replace(
-          MOD, routing=routing, shapes=shapes(8, 96, 112, 144)
+          MOD, routing=routing, shapes=shapes(8, 96, 112, 144), budgets=(1,)
         ),
       ),
     },

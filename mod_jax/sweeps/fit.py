@@ -22,6 +22,7 @@ from mod_jax.sweeps import run as run_lib
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.sweeps.optimum import NoMinimumError
 
+_METHODS = ('parabola', 'joint', 'mean')
 # Degrees of freedom needed to estimate the noise from the runs of one budget
 # alone.
 _FREEDOM = 10
@@ -64,6 +65,7 @@ class Fitted:
   curve: Curve
   parabola: optimum.Minimum | str
   joint: optimum.Minimum | str
+  mean: optimum.Minimum | str  # Of three sizes; see `optimum`.
 
 
 def curves(results: Results) -> list[Curve]:
@@ -113,19 +115,20 @@ def fit(
   fitted = []
   for i, curve in enumerate(all_curves):
     if not curve.equal:
-      parabola = joint = 'its runs do not spend the budget'
+      parabola = joint = mean = 'its runs do not spend the budget'
     elif not len(curve.loss_I):
-      parabola = joint = 'no run has a loss'
+      parabola = joint = mean = 'no run has a loss'
     else:
       # Use another seed for each curve, so that their draws are independent.
-      parabola = _or_why(
-        *(optimum.of_curve, curve.params_I, curve.loss_I),
-        *(noise[curve.budget], i),
-      )
+      data = curve.params_I, curve.loss_I, noise[curve.budget], i
+      parabola = _or_why(optimum.of_curve, *data)
+      mean = _or_why(optimum.of_three_sizes, *data)
       joint = surfaces[curve.group]
       if not isinstance(joint, str):
         joint = _or_why(joint.minimum, curve.params_I, curve.tokens_I)
-    fitted.append(Fitted(curve=curve, parabola=parabola, joint=joint))
+    fitted.append(
+      Fitted(curve=curve, parabola=parabola, joint=joint, mean=mean)
+    )
   return fitted, surfaces
 
 
@@ -160,15 +163,12 @@ def comparisons(
   """
   rows = []
   baselines = {f.curve.budget: f for f in fitted if f.curve.group == reference}
-  slopes = {
-    method: _slopes(baselines.values(), method)
-    for method in ('parabola', 'joint')
-  }
+  slopes = {method: _slopes(baselines.values(), method) for method in _METHODS}
   for this in fitted:
     other = baselines.get(this.curve.budget)
     if this.curve.group == reference or other is None:
       continue
-    for method in ('parabola', 'joint'):
+    for method in _METHODS:
       ours, theirs = getattr(this, method), getattr(other, method)
       if isinstance(ours, str) or isinstance(theirs, str):
         continue
@@ -347,6 +347,7 @@ def record(results: Results, fitted, surfaces, reference) -> dict[str, Any]:
         ],
         'parabola': plain(f.parabola),
         'joint': plain(f.joint),
+        'mean': plain(f.mean),
       }
       for f in fitted
     ],
@@ -373,8 +374,10 @@ def table(fit_record: Mapping[str, Any]) -> str:
       for mean in curve['mean_losses']
     )
     lines += [title, f'  mean losses, by parameters: {", ".join(means)}']
-    for method in ('parabola', 'joint'):
+    for method in _METHODS:
       minimum = curve[method]
+      if 'refused' in minimum and method == 'mean':
+        continue
       if 'refused' in minimum:
         text = f'no minimum: {minimum["refused"]}'
       else:

@@ -11,6 +11,10 @@ grows with the range of the sizes and their asymmetry about the minimum (arXiv
 curve: it pools draws of the parabola with draws of curves `E + u/N^a + v·N^b`,
 whose exponents cover the range of published ones.
 
+Three sizes are too few for either. If they lie around the expected optimum, the
+mean of their losses still compares two groups of models: it is above the least
+loss by what the curve rises on its sides, which is much the same in both.
+
 The noise of a run's loss is assumed to be normal, with the same variance in all
 runs of a budget. Intervals have a level of 90%. Suffixes: I runs, R draws, G
 points of a grid.
@@ -145,6 +149,33 @@ def of_curve(params_I, loss_I, noise: Noise | None, seed: int = 0) -> Minimum:
   return Minimum(
     Estimate(float(log_params + middle), log_R[finite_R] + middle),
     Estimate(float(loss), loss_R[finite_R]),
+  )
+
+
+def of_three_sizes(
+  params_I, loss_I, noise: Noise | None, seed: int = 0
+) -> Minimum:
+  """Returns the mean loss of three sizes, in place of the minimum.
+
+  Each size weighs alike, both in the loss and in the logarithm of the
+  parameters. The interval of the loss covers the noise of runs only.
+
+  Raises:
+    NoMinimumError: there are not three sizes, or all have one run.
+  """
+  sizes, runs = np.unique(params_I, return_counts=True)
+  if len(sizes) != 3:
+    raise NoMinimumError(f'{len(sizes)} sizes, not 3')
+  if noise is None:
+    raise NoMinimumError('one run of each size')
+  loss = np.mean([loss_I[params_I == size].mean() for size in sizes])
+  rng = np.random.default_rng(seed)
+  error_R = noise.draw(rng, _DRAWS) * rng.normal(size=_DRAWS)
+  error_R *= np.sqrt((1 / runs).sum()) / len(sizes)
+  log_params = np.log(sizes).mean()
+  return Minimum(
+    Estimate(float(log_params), np.full(_DRAWS, log_params)),
+    Estimate(float(loss), loss + error_R),
   )
 
 

@@ -21,6 +21,7 @@ PUBLISHED = {
   2e19: ((467e6, 2.866), (794e6, 2.834)),
   1e20: ((725e6, 2.587), (1.9e9, 2.560)),
 }
+SEVEN = tuple(np.linspace(-1.3, 1.1, 7))
 MODELS = {
   'dense': ExperimentConfig(model=LMConfig(routing=None)),
   'mod': ExperimentConfig(model=LMConfig(routing=MoDConfig())),
@@ -69,17 +70,19 @@ def write(workdir, runs):
     path.write_text(json.dumps(result))
 
 
-def published(rng):
+def published(rng, offsets=SEVEN, noise=0.002):
   """The runs of curves whose minima are those of the published figure.
+
+  Sizes are at `offsets` from the best one, in the logarithm of parameters.
 
   Their sides are those of Hoffmann et al. 2022, approach 3.
   """
   runs, a, b = [], 0.34, 0.28
   for budget, minima in PUBLISHED.items():
     for group, (best, least) in zip(MODELS, minima, strict=True):
-      for x in np.linspace(-1.3, 1.1, 7):
+      for x in offsets:
         sides = b * np.exp(-a * x) + a * np.exp(b * x)
-        loss = least + sides / (a + b) - 1 + 0.002 * rng.normal()
+        loss = least + sides / (a + b) - 1 + noise * rng.normal()
         add(runs, group, budget, best * np.exp(x), loss)
   return runs
 
@@ -168,6 +171,35 @@ def test_intervals_hold_the_true_differences():
       held[name].append(low <= value <= high)
   for name, found in held.items():
     assert np.mean(found) >= 0.85, name
+
+
+def test_three_sizes_are_compared_by_their_means(tmp_path):
+  """Two runs of each: too few sizes for minima, not for a difference."""
+  rng = np.random.default_rng(0)
+  (dense, mod), (dense_next, _), _ = PUBLISHED.values()
+  difference = mod[1] - dense[1]
+  slope = (dense_next[1] - dense[1]) / np.log(2e19 / 6e18)
+  held = {'loss_difference': [], 'compute_multiplier': []}
+  for _ in range(50):
+    runs = published(rng, (-0.2, -0.2, 0.1, 0.1, 0.4, 0.4), noise=0.01)
+    results = [(entry, {'loss': x, 'diverged': ''}) for entry, x in runs]
+    fitted, _ = fit.fit(fit.curves(results))
+    compared = fit.comparisons(fitted, 'dense')
+    row, *_ = (row for row in compared if row['method'] == 'mean')
+    for name, true in (
+      ('loss_difference', difference),
+      ('compute_multiplier', np.exp(difference / slope)),
+    ):
+      low, high = row[name].interval
+      held[name].append(low <= true <= high)
+      assert high - low < 0.5 * row[name].value or name == 'loss_difference'
+  for name, found in held.items():
+    assert 0.85 <= np.mean(found) < 1, name
+  write(tmp_path, runs)
+  text = fit.write(tmp_path)
+  assert 'no minimum: 3 sizes, of at least 4 needed' in text
+  assert f'  mean      {np.exp(np.log(231e6) + 0.1):.3g} [' in text
+  assert 'mod at 6e+18, mean: parameters x' in text
 
 
 def test_pooled_where_some_draws_have_no_minimum():
