@@ -5,15 +5,16 @@ and Mixture-of-Depths at 12.5% in every other block. The lowest budget has two
 seeds, and includes the raw gate and the controls that route without looking at
 the tokens. `tune` is the search for the learning rate.
 
-`hour` tests at one budget, 1e16, and with two seeds whether Mixture-of-Depths
-pays at equal FLOPs, in a setting where depth pays. It trains dense models,
-routed models of at least twice their depth, dense models that are shallower or
-deeper, and routed models with Gaussian scores.
-The routed models have a predictor and no auxiliary loss, which costs loss. A
+`hour` tests at 1e16 FLOPs and with two seeds whether Mixture-of-Depths pays at
+equal FLOPs, in a setting where depth pays. It trains dense models, routed
+models of at least twice their depth, dense models that are shallower or deeper,
+and routed models with Gaussian scores. The routed models have a predictor and
+no auxiliary loss, which costs loss. `fit` compares the means of three sizes. A
 gain is claimed if the 90% interval of the compute multiplier excludes 1.0, and
-denied if it excludes 1.15. Before it, `hour_tune` searches the learning rates
-of dense and of routed models at a tenth of the budget. 1e15 FLOPs take about
-ten seconds on an H100 at 10% of its peak.
+denied if it excludes 1.15. For the multiplier, which needs what dense models
+gain by more FLOPs, both kinds are also trained at 2.5e15. Before it,
+`hour_tune` searches the learning rates of dense and of routed models at 1e15
+FLOPs, which take about ten seconds on an H100 at 10% of its peak.
 
 `tiny` and `hour_tiny` are for tests.
 """

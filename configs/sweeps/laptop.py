@@ -15,8 +15,10 @@ than routing does: see results/isoflop_laptop/REPRODUCTION.md.
 The learning rate falls with the width, and is the same for dense and routed
 models. The variant `tune` is the search for it, on dense models of two sizes.
 `rows_of_128` asks the same question where four routed tokens of a row become
-sixteen: one budget, three sizes around each minimum, three seeds, and routers
-without an auxiliary loss; five hours. `tiny` is for tests: seconds, on bytes.
+sixteen: one budget, three sizes around each expected minimum, three seeds, and
+routers without an auxiliary loss. Dense models are also trained at a quarter of
+that budget, since the compute multiplier needs what they gain by more FLOPs.
+`tiny` is for tests: seconds, on bytes.
 """
 
 import dataclasses

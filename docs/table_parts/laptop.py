@@ -1,13 +1,12 @@
 """The sweep at equal training FLOPs in `results/isoflop_laptop`."""
 
 import json
-import math
 
 from machine import markdown
 import numpy as np
-import scipy.stats
 import study_tables
 
+from mod_jax.sweeps import fit
 from table_parts.common import ROOT, read_csv, table
 
 FOLDER = 'isoflop_laptop'
@@ -168,75 +167,67 @@ def laptop_pooled():
 
 
 ROWS_OF_128 = 'isoflop_rows_of_128'
-
-
-def rows_of_128() -> dict[tuple[str, str], list[dict[str, float]]]:
-  """Returns (group, width) -> runs, with the losses of the copying study."""
-  copying = {run['id']: run for run in read_csv(f'{ROWS_OF_128}/copying.csv')}
-  sizes = {}
-  for run in read_csv(f'{ROWS_OF_128}/isoflop.csv'):
-    run = run | copying[run['id']]
-    sizes.setdefault((run['group'], run['width']), []).append(
-      {key: float(run[key]) for key in _LOSSES if run[key]}
-    )
-  return sizes
-
-
+# Losses of its runs, by column.
 _LOSSES = {
   'loss': 'nats/token',
-  'threshold_loss': 'by moving thresholds',
   'loss_after_new': 'after tokens new in their context',
   'loss_after_seen': 'after the others',
 }
 
 
+def rows_of_128() -> list[dict[str, str]]:
+  """Returns the runs in rows of 128 tokens, with those of the copying study."""
+  copying = {run['id']: run for run in read_csv(f'{ROWS_OF_128}/copying.csv')}
+  return [
+    run | copying[run['id']] for run in read_csv(f'{ROWS_OF_128}/isoflop.csv')
+  ]
+
+
 @table
 def laptop_rows_of_128():
-  """Losses in rows of 128 tokens, by size."""
+  """Losses of each size in rows of 128 tokens."""
+  sizes = {}
+  for run in rows_of_128():
+    key = flops_budget({'budget': float(run['budget'])}), run['group']
+    losses = {loss: float(run[loss]) for loss in _LOSSES}
+    sizes.setdefault((*key, run['width']), []).append(losses)
   rows = [
-    [
-      f'{group}, width {width}',
-      str(len(runs)),
-      *(study_tables.over_seeds(runs, loss) for loss in _LOSSES),
-    ]
-    for (group, width), runs in rows_of_128().items()
+    [*size, str(len(runs))]
+    + [study_tables.over_seeds(runs, loss) for loss in _LOSSES]
+    for size, runs in sizes.items()
   ]
-  return markdown(['1.2e14 FLOPs', 'runs', *_LOSSES.values()], rows)
+  header = ['budget', 'models', 'width', 'runs', *_LOSSES.values()]
+  return markdown(header, rows)
 
 
 @table
 def laptop_rows_of_128_differences():
-  """Mixture-of-Depths less dense models, over all sizes, in rows of 128.
-
-  The noise is that of runs of a size, of all sizes together; intervals are
-  Student's.
-  """
-  minima = {
-    curve['budget']: curve['parabola']['loss']['value']
-    for curve in laptop_fit()['curves']
-    if curve['group'] == 'dense'
-  }
-  slope = (minima[2.5e13] - minima[8e13]) / math.log(8e13 / 2.5e13)
+  """Mixture-of-Depths less dense models, by the means of three sizes."""
   rows = []
   for loss, label in _LOSSES.items():
-    groups = {'dense': [], 'mod': []}
-    for (group, _), runs in rows_of_128().items():
-      base = 'loss' if loss == 'threshold_loss' and group == 'dense' else loss
-      groups[group].append(np.array([run[base] for run in runs]))
-    sizes = [losses_S for of in groups.values() for losses_S in of]
-    freedom = sum(len(losses_S) - 1 for losses_S in sizes)
-    variance = (
-      sum(((losses_S - losses_S.mean()) ** 2).sum() for losses_S in sizes)
-      / freedom
-    )
-    dense, mod = (np.concatenate(of) for of in groups.values())
-    error = math.sqrt(variance * (1 / len(dense) + 1 / len(mod)))
-    reach = scipy.stats.t.ppf(0.95, freedom) * error
-    value = mod.mean() - dense.mean()
-    ends = (value, value - reach, value + reach)
-    row = [label, '{:+.3f} ({:+.3f} to {:+.3f})'.format(*ends)]
-    low, high = (math.exp(-end / slope) for end in ends[:0:-1])
-    of_loss = f'{math.exp(-value / slope):.2f} ({low:.2f} to {high:.2f})'
-    rows.append([*row, of_loss if 'new' not in loss else ''])
-  header = ['mod less dense', 'nats/token', 'compute multiplier']
+    runs = {}
+    for run in rows_of_128():
+      of_curve = runs.setdefault((run['group'], float(run['budget'])), [])
+      of_curve.append(run)
+    curves = []
+    for (group, budget), of_curve in runs.items():
+      columns = {
+        f'{name}_I': np.array([float(run[column]) for run in of_curve])
+        for name, column in (
+          *(('params', 'params'), ('tokens', 'tokens')),
+          *(('forward', 'forward_flops'), ('loss', loss)),
+        )
+      }
+      curves.append(fit.Curve(group=group, budget=budget, **columns))
+    compared = fit.comparisons(fit.fit(curves)[0], 'dense')
+    (row,) = (row for row in compared if row['method'] == 'mean')
+    rows.append([label])
+    for name, form in (
+      ('loss_difference', '+.3f'),
+      ('compute_multiplier', '.2f'),
+    ):
+      low, high = row[name].interval
+      value = {'value': row[name].value, 'low': low, 'high': high}
+      rows[-1].append(interval(value, form))
+  header = ['1.2e14 FLOPs', 'mod less dense', 'compute multiplier']
   return markdown(header, rows)

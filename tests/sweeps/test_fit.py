@@ -1,17 +1,22 @@
 """From the results of a sweep to its minima, their table and its files."""
 
 import csv
+import dataclasses
 import json
+import pathlib
 
 import numpy as np
 import pytest
 
+from mod_jax import cli
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.sweeps import fit, manifest, run
+from mod_jax.sweeps import fit, manifest, plan, run
 from mod_jax.sweeps.manifest import Entry
+from mod_jax.sweeps.plan import SweepConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 # Parameters and loss of the best models in Figure 4 of Raposo et al. 2024, as
@@ -200,6 +205,24 @@ def test_three_sizes_are_compared_by_their_means(tmp_path):
   assert 'no minimum: 3 sizes, of at least 4 needed' in text
   assert f'  mean      {np.exp(np.log(231e6) + 0.1):.3g} [' in text
   assert 'mod at 6e+18, mean: parameters x' in text
+
+
+@pytest.mark.parametrize('name', ['gpu.py:hour', 'laptop.py:rows_of_128'])
+def test_three_sizes_are_planned_with_what_a_multiplier_needs(name):
+  config = f'{ROOT}/configs/sweeps/{name}'
+  sweep = cli.load_config(config, SweepConfig)
+  entries = plan.entries(dataclasses.replace(sweep, corpus_tokens=1e12))
+  rng = np.random.default_rng(0)
+  results = []
+  for entry in entries:
+    sides = entry.facts['params'] ** -0.34, entry.facts['tokens'] ** -0.28
+    loss = 1.7 + 406 * sides[0] + 411 * sides[1] + 0.01 * rng.normal()
+    results.append((entry, {'loss': loss, 'diverged': ''}))
+  compared = fit.comparisons(fit.fit(fit.curves(results))[0], 'dense')
+  answers = [row for row in compared if row['method'] == 'mean']
+  row = next(row for row in answers if row['budget'] == sweep.budgets[-1])
+  assert row['group'] == 'mod'
+  assert 0.5 < row['compute_multiplier'].value < 2
 
 
 def test_pooled_where_some_draws_have_no_minimum():
