@@ -5,6 +5,9 @@ A config is a frozen, keyword-only dataclass that is `Validated`, or whose
 `Literal` choices, tuples of these, other such dataclasses, and unions of these
 and None. `Annotated` gives the `Range` of a number, as in the aliases below;
 conditions on several fields are checked in `__post_init__`.
+
+No config is defined here. Each is beside the code that it configures; those of
+a run are in `runs/run_config.py` and `tasks/experiment.py`.
 """
 
 import ast

@@ -1,4 +1,8 @@
-"""Batches of rows that Grain reads, in threads or worker processes."""
+"""Batches of rows that Grain reads, in threads or worker processes.
+
+The state of an iterator is the index of its next batch. Checkpoints hold this
+state as the position in the data (`runs/checkpoints.py`).
+"""
 
 from collections.abc import Callable, Iterator
 import contextlib

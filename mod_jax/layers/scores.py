@@ -254,7 +254,8 @@ class LastAttention(Attention):
   attention = 'last'
 
 
-# Scores by the names that configs and command lines use.
+# Scores by the names that configs and command lines use. The fields `score` in
+# `routing_config.py` list these names, too.
 SCORES = {
   'learned': Learned,
   'gaussian': Gaussian,

@@ -1,4 +1,4 @@
-"""Temperature, top-k and nucleus filters of logits for sampling."""
+"""Filters of logits for sampling: temperature, top-k, top-p and min-p."""
 
 import math
 

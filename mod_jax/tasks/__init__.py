@@ -4,7 +4,7 @@
 * `phases`: experiments of several runs, each started from the one before;
 * `plain`: the method that `adaptive`, `distilled` and `pruning` extend;
 * `modality`: the interface of `language`, `images`, `detection`, `speech` and
-  `vision_language`; `pictures`: the common part of `images` and `detection`;
+  `vision_language`; `vision`: the common part of `images` and `detection`;
 * `warm_start`: initial weights from another run or from published files;
 * `expert_pictures`: data for the pictures of experts.
 """

@@ -16,13 +16,13 @@ from mod_jax.losses import detection, mean_precision, sums
 from mod_jax.losses.mean_precision import Boxes
 from mod_jax.losses.sums import Rows
 from mod_jax.tasks.modality import ROWS
-from mod_jax.tasks.pictures import Pictures
+from mod_jax.tasks.vision import Vision
 
 _PICTURED = 4  # Number of held-out pictures that are drawn.
 LEAST_SCORE = 0.5  # Minimum score of the boxes that are drawn.
 
 
-class Detection(Pictures):
+class Detection(Vision):
   """Detection of objects in pictures by a DETR."""
 
   reader = data_lib

@@ -1,4 +1,4 @@
-"""Image classification."""
+"""Image classification: batches, metrics, and the figures of an evaluation."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from mod_jax.studies import images as studies
 from mod_jax.studies.devices import one_device
 from mod_jax.tasks import expert_pictures
 from mod_jax.tasks.modality import ROWS
-from mod_jax.tasks.pictures import Pictures
+from mod_jax.tasks.vision import Vision
 
 _PICTURED = 6  # Number of held-out images in the pictures.
 _LOADED = 512  # Approximate number of images whose compute is drawn.
@@ -32,7 +32,7 @@ def _number(block: str) -> int:
   return int(block.removeprefix('block_'))
 
 
-class Images(Pictures):
+class Images(Vision):
   """Classification of images into one of several classes."""
 
   loss_unit = 'image'

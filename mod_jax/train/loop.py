@@ -1,4 +1,7 @@
-"""The training loop, for any task: builds a run and takes its steps."""
+"""The training loop, for any task: builds a run and takes its steps.
+
+What happens between the steps, such as a save or an evaluation, is in `hooks`.
+"""
 
 from collections.abc import Iterator
 import contextlib

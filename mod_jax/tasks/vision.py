@@ -13,7 +13,7 @@ from mod_jax.tasks.modality import Modality, table
 _NAMED = 10  # Number of classes to list when training starts.
 
 
-class Pictures(Modality):
+class Vision(Modality):
   """Images of named classes.
 
   Attributes:
