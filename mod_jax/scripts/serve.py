@@ -84,6 +84,14 @@ def main(_) -> None:
     raise UserError(
       f"the server needs {error.name}: pip install 'mod_jax[server]'."
     ) from error
+  key = args.api_key
+  if key is None:
+    key = os.environ.get(_KEY)
+  if key == '':
+    raise UserError(
+      f'the key is empty: set --api_key or {_KEY}, or leave out both for a'
+      ' server that asks for none.'
+    )
   _keep_programs()
   run = load_lib.load(args.model, dtype=args.dtype)
   engine = Engine(
@@ -102,8 +110,7 @@ def main(_) -> None:
     name=os.path.basename(os.path.normpath(args.model)),
     queue=args.queue,
     hosts=hosts,
-    # An empty key counts as none.
-    key=args.api_key or os.environ.get(_KEY) or None,
+    key=key,
   )
   # `server.app` has moved the tokenizer into a process of its own.
   engine.warm_up(lambda what: print(f'compiling {what}', flush=True))

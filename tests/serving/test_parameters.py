@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import command_line
 import jsonschema
 import numpy as np
 import openai
@@ -18,6 +19,7 @@ from tiny_server import END, client_of, export, serving
 import mod_jax
 from mod_jax.errors import UserError
 from mod_jax.pretrained.load import Run
+from mod_jax.scripts import serve
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving import grammar
 from mod_jax.serving.engine import Engine
@@ -400,6 +402,14 @@ def test_metrics_and_the_key(run):
     idle = ('running', 'waiting', 'cache_filled_ratio')
     assert [values[name,] for name in idle] == [0, 0, 0]
     assert values['healthy',] == 1
+
+
+@pytest.mark.parametrize('flags', [[], ['--api_key=']])
+def test_an_empty_key_is_refused(flags, monkeypatch):
+  """As from an unset shell variable; else everybody would be served."""
+  monkeypatch.setenv('MOD_JAX_API_KEY', '' if not flags else 'secret')
+  monkeypatch.setattr('sys.argv', ['mod-jax-serve', '--model=here', *flags])
+  command_line.assert_refused(command_line.call(serve.run), 'key is empty')
 
 
 def test_a_server_tells_its_progress_and_drains(folder, tmp_path):
