@@ -177,6 +177,7 @@ class Run:
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     mode: RoutingMode | str | None = None,
     max_length: int | None = None,
     draft: Draft | None = None,
@@ -203,6 +204,8 @@ class Run:
         means all tokens.
       top_p: sampling: takes one of the likeliest tokens that have this total
         probability; by default 1, all tokens.
+      min_p: sampling: takes a token of at least this share of the likeliest
+        one's probability; by default 0, all tokens.
       mode: how routed blocks choose tokens, such as `threshold`; by default the
         first causal rule that the model was trained for.
       max_length: number of tokens that the caches hold.
@@ -224,8 +227,8 @@ class Run:
       return []
     of_texts = {
       **{'max_new_tokens': max_new_tokens, 'temperature': temperature},
-      **{'top_k': top_k, 'top_p': top_p, 'mode': mode, 'key': key},
-      **{'max_length': max_length, 'draft': draft},
+      **{'top_k': top_k, 'top_p': top_p, 'min_p': min_p, 'key': key},
+      **{'mode': mode, 'max_length': max_length, 'draft': draft},
     }
     if isinstance(self.config, Wav2Vec2Config):
       transcribe = self.task.modality.transcribe
@@ -382,7 +385,7 @@ class Run:
       max_new_tokens: most tokens of the answer; by default 256, or as many as
         fit.
       **settings: those of `serving.engine.Engine.submit`: temperature (0 by
-        default), top_k, top_p, stop, seed.
+        default), top_k, top_p, min_p, stop, seed.
 
     Raises:
       UserError: the model has no chat template, or the messages do not fit it,

@@ -46,6 +46,7 @@ _METHODS = {
 # Methods without a capacity, and what they have instead.
 _WITHOUT_CAPACITY = {
   'tome': 'it merges a number of tokens in each block; give r=8 instead',
+  'pmod': 'its capacity falls over the blocks by a schedule; leave it out',
   'acm': 'its gates are trained to a budget, objective.budget; leave it out',
 }
 

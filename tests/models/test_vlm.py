@@ -556,6 +556,8 @@ def test_route_keeps_the_dense_weights(method, fields):
   kept = {name: x for name, x in flat.items() if name not in routers}
   tiny.same(kept, trees.flatten(dense.variables['params']))
   if method == 'pmod':  # Its gate starts as 1: what enters is not weighed.
+    with pytest.raises(UserError, match='by a schedule; leave it out'):
+      mod_jax.route(dense, method, capacity=0.5)
     assert not any(flat[name].any() for name in routers)
 
 

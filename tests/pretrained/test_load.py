@@ -291,6 +291,11 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
   run = tiny.run(tiny.experiment(model, data))
   mod_jax.export(run, tmp_path / 'out')
   expected = run.predict(['def main', 'x'], max_new_tokens=5)
+  key = jax.random.key(0)
+  drawn, _ = run.predict(
+    ['def main', 'x'], max_new_tokens=5, temperature=9.0, min_p=1.0, key=key
+  )
+  assert drawn.text == expected[0].text
   shutil.rmtree(texts)
   shutil.rmtree(tmp_path / 'cache', ignore_errors=True)
   again = mod_jax.load(tmp_path / 'out')
