@@ -1,4 +1,4 @@
-"""Flags and error messages that all scripts share."""
+"""Flags, `--config.FIELD=VALUE`, and error messages that all scripts share."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,7 @@
-"""FLOPs of models, summed over their layers' `flops_table`.
+"""FLOPs of models, summed over their rows in `flops_table`.
+
+Each layer is counted by the method `flops` of its config; a routed block's is
+in `layers/routed.py`.
 
 All models are counted alike: matrix products only, a multiply-add is 2 FLOPs.
 Causal query-key pairs are counted exactly, and routed blocks on the k tokens

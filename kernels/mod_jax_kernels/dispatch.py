@@ -2,7 +2,8 @@
 
 An operation is an `Op`: an ordered list of backends, with possibly several per
 platform. Backends with kernels are chosen when a program is lowered, so that a
-program lowered for a TPU on a laptop has the TPU's kernel.
+program lowered for a TPU on a laptop has the TPU's kernel. Each operation lists
+its backends and their conditions in its `__init__.py`.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,8 @@
 """Batches of rows that Grain reads, in threads or worker processes.
 
-The state of an iterator is the index of its next batch. Checkpoints hold this
-state as the position in the data (`runs/checkpoints.py`).
+The state of `Batches` is the index of the next batch. Checkpoints hold this
+state, and that of Grain's iterators of text, as the position in the data
+(`runs/checkpoints.py`).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """Mixture-of-Depths: a block that runs on the chosen tokens only.
 
 Raposo et al. 2024, Eq. 1: `x' = x + r · f(x̃)` for the k tokens with the
-largest r, `x' = x` for the rest.
+largest r, `x' = x` for the rest. `LayerConfig` also counts a block's FLOPs.
 """
 
 from collections import Counter

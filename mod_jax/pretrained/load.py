@@ -1,4 +1,8 @@
-"""A model with its weights, ready for use; loads runs and pretrained models."""
+"""A model with its weights, ready for use; loads runs and pretrained models.
+
+Which formats can be read is decided in `source`, and in `convert.files` for
+files of arrays.
+"""
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,6 +1,7 @@
 """Finds out what a path contains: a run, an export or a pretrained model.
 
-No other module does. Modules of `tasks` import this module as a whole, without
+A run is recognised by `workdir.holds_run`. Another format is a subclass of
+`Source` and a branch in `Source.open`. Modules of `tasks` import this module as a whole, without
 names from it: it imports `ExperimentConfig` and with that all of `tasks`, so
 that the import is circular.
 """

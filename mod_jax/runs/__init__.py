@@ -1,6 +1,7 @@
 """What a run leaves on disk, and how it is read again.
 
-* `checkpoints`, `checksums`: verified saving and restoring;
+* `checkpoints`, `checksums`: verified saving and restoring of the training
+  state and of the position in the data;
 * `best`: which checkpoint is the best by a held-out metric;
 * `lock`: one writer of a directory;
 * `metrics`: sums that are divided once, and the files they are written to;

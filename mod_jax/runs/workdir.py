@@ -1,4 +1,7 @@
-"""The files of a run's directory, and checks of its config."""
+"""The files of a run's directory, and checks of its config.
+
+`holds_run` tells a run's directory from a folder of another library.
+"""
 
 import functools
 

@@ -1,4 +1,7 @@
-"""The common part of image classification and object detection."""
+"""The part that image classification and object detection share.
+
+Figures are drawn by `images` and `detection`.
+"""
 
 import abc
 import json

@@ -1,4 +1,7 @@
-"""Evaluates a run, finished or still training."""
+"""Evaluates a run, finished or still training.
+
+`report`, at the end of a run and in `eval.py`, also draws the task's figures.
+"""
 
 import collections
 from collections.abc import Callable, Iterable
