@@ -1,9 +1,9 @@
 """Finds out what a path contains: a run, an export or a pretrained model.
 
 A run is recognised by `workdir.holds_run`. Another format is a subclass of
-`Source` and a branch in `Source.open`. Modules of `tasks` import this module as a whole, without
-names from it: it imports `ExperimentConfig` and with that all of `tasks`, so
-that the import is circular.
+`Source` and a branch in `Source.open`. Modules of `tasks` import this module as
+a whole, without names from it: it imports `ExperimentConfig` and with that all
+of `tasks`, so that the import is circular.
 """
 
 import abc
