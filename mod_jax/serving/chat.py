@@ -22,7 +22,7 @@ from mod_jax.errors import UserError
 
 
 class _Generation(jinja2.ext.Extension):
-  """Ignores `{% generation %}`, which marks the model's answers."""
+  """Renders the body of `{% generation %}`, which marks a model's answers."""
 
   tags = frozenset({'generation'})
 
@@ -75,10 +75,13 @@ def render(kind: str, path: str, messages: Sequence[Mapping]) -> str:
   """Returns a chat as the text of a prompt, at whose end the model answers.
 
   Args:
-    kind: of the tokenizer, for `tokenizers.make`; only those of Hugging Face
-      have templates.
-    path: of the tokenizer.
+    kind: kind of tokenizer, for `tokenizers.make`; only those of the kind
+      `huggingface` have templates.
+    path: the tokenizer's folder, or a file in it.
     messages: dicts with a `role`, a `content`, and all else the template reads.
+
+  Raises:
+    UserError: there is no template, or it fails or refuses the messages.
   """
   template = read_template(path) if kind == 'huggingface' else None
   if template is None:

@@ -1,18 +1,19 @@
 """Continuous batching: many requests share the slots of one decoding state.
 
+A slot is a row of that state, and serves one request at a time.
 `slots.Program.prefill` reads a whole prompt into a cache of its own; it is
 compiled for each power of two of prompt lengths and each number of pictures.
-`insert` copies that cache into a free slot, and `step` adds a token to every
-active slot. Both donate the state, so caches are updated in place. Settings of
-requests (temperature, limits, seed) are arrays with an entry per slot, so
-nothing compiles after `warm_up`. The host reads the tokens of one step while
-the next one runs. Penalties, biases, schemas and log-probabilities of other
-tokens are computed by separately compiled programs, which run only while a
-request that needs one of these has a slot.
+`insert` samples the first token and copies that cache into a free slot; `step`
+adds a token to every active slot. Both donate the state, so caches are updated
+in place. Settings of requests (temperature, limits, seed) are arrays with an
+entry per slot, so nothing compiles after `warm_up`. The host reads the tokens
+of one step while the next one runs. Penalties, biases, schemas and
+log-probabilities of other tokens are computed by separately compiled programs,
+which run only while a request that needs one of these has a slot.
 
 Which tokens a JSON schema allows next depends on the token before. Threads
-compute the mask of these tokens (`grammar`); until it is known, steps leave out
-the request.
+compute the mask of the allowed tokens (`grammar`); steps leave out a request
+whose mask is not known yet.
 
 The device makes the slot of a finished request inactive; the host reads this a
 step later, and gives the slot to another request. The host itself releases the
@@ -51,7 +52,7 @@ Likeliest = tuple[tuple[int, float], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-  """A new token of a request, or its end."""
+  """A new token of a request, or the end of a request."""
 
   id: int  # The request's number.
   # New text that is final: complete characters that cannot be the beginning of
@@ -86,7 +87,7 @@ _PATIENCE, _GLANCE = 0.05, 0.0005
 
 @dataclasses.dataclass
 class _Request:
-  """The host's record of a request."""
+  """What the host keeps about a request until the request ends."""
 
   id: int
   # Token ids, and which of them are real, [1, P]. Padding may be on the right,
@@ -147,13 +148,14 @@ class Engine:
     max_length: most tokens of a prompt and its continuation together, not
       counting those of pictures; None for the run's `default_length`. Every
       slot's cache is allocated for this many tokens, and for the pictures.
-    mode: how routed blocks choose tokens; None for the first causal rule that
-      the model was trained for.
+    mode: how routed blocks choose tokens, or the name of a rule; None for the
+      first causal rule that the model was trained for.
     pictures: most pictures of a request; must be 0 for a model of text alone.
       None for the `data.pictures` of the run's config, or 0 for such a model.
 
   Raises:
-    UserError: the run is not a language model, or has no causal rule.
+    UserError: the run is not a language model, an argument is out of range, or
+      the model was trained for no causal rule, or not for that of `mode`.
   """
 
   def __init__(
@@ -239,7 +241,7 @@ class Engine:
     images: Sequence[np.ndarray] = (),
     kinds: Sequence[int] | None = None,
   ) -> int:
-    """Queues a request, and returns its number.
+    """Queues a request, and returns the number that its events have as `id`.
 
     Args:
       prompt: a text, or its tokens, with one placeholder for each picture.
@@ -258,9 +260,9 @@ class Engine:
       num_likeliest: number of likeliest tokens, 20 at most, whose
         log-probabilities are returned at each position.
       schema: JSON schema that the continuation conforms to, or the schema as
-        compiled by `compile`.
+        compiled by `compile`; None if any text is allowed.
       stop: the continuation ends before the first of these texts.
-      seed: of the sampling.
+      seed: of the sampling, from 0 to 2**32 - 1.
       images: the pictures, as `run.preprocess` makes them.
       kinds: index into `token_info.KINDS` of each token of the prompt; None if
         all are of the kind `question`.
@@ -323,7 +325,7 @@ class Engine:
     return request.id
 
   def encode(self, prompt: str | Sequence[int]) -> list[int]:
-    """Returns the prompt's tokens, checked against the vocabulary."""
+    """Returns a prompt's tokens; UserError if none, or not in the vocabulary."""
     if isinstance(prompt, str):
       if self.tokenizer is None:
         raise UserError('this model has no tokenizer: give tokens.')
@@ -371,7 +373,7 @@ class Engine:
     return prompt, {'images_BIHWC': images_1IHWC, **given}
 
   def num_read(self, tokens: Sequence[int]) -> int:
-    """Returns how many tokens a prompt has, including those of pictures."""
+    """Returns a prompt's length if a picture counts as all of its patches."""
     config, count = self._program.config, len(tokens)
     if isinstance(config, vlm.VLMConfig):
       placed = list(tokens).count(config.image_token)
@@ -379,7 +381,7 @@ class Engine:
     return count
 
   def _checked_extras(self, frequency, presence, bias, num_likeliest):
-    """Returns the valid keywords of `extras_of` that are not the default."""
+    """Checks keywords of `extras_of`; returns those that are not the default."""
     for name, value in (('frequency', frequency), ('presence', presence)):
       require(-2 <= value <= 2, '-2 to 2', **{f'{name}_penalty': value})
     size = self._program.config.vocab_size
@@ -411,7 +413,7 @@ class Engine:
     return self._grammars.compile(schema)
 
   def cancel(self, id: int) -> None:
-    """Ends a request; does nothing if it is unknown or has ended."""
+    """Lets the next `advance` end a request; ignores unknown and ended ones."""
     request = self._requests.get(id)
     if request is not None:
       request.cancelled = True
@@ -432,7 +434,11 @@ class Engine:
       yield from self.advance()
 
   def advance(self) -> list[Event]:
-    """Runs one step, and returns the new events."""
+    """Dispatches one step, and returns the events of the steps before.
+
+    First ends cancelled requests, and gives free slots to waiting ones. If no
+    request can take part in a step, waits a little for a request's mask.
+    """
     self._drop_cancelled()
     for slot, request in enumerate(self._in_slot):
       if request is None:
@@ -456,7 +462,7 @@ class Engine:
         break
 
   def _step(self) -> bool:
-    """Dispatches a step if any request can take part; returns whether so."""
+    """Dispatches a step; returns False if no request can take part in one."""
     gate = None
     if all(r is None or r.plain for r in self._in_slot):
       self._extras = None
@@ -481,7 +487,7 @@ class Engine:
       concurrent.futures.wait(awaited, _GLANCE)
 
   def _gate(self) -> slots_lib.Gate:
-    """Returns the allowed tokens and the held slots of the next step."""
+    """Returns the next step's gate; may end requests, as `_taken` does."""
     held_B = np.array([r is None or r.held for r in self._in_slot])
     # If all requests in the slots have constraints, they take part in the same
     # steps: hold all of them until every mask is known.
@@ -533,7 +539,10 @@ class Engine:
   def generate(
     self, prompts: Iterable[str | Sequence[int]], **kwargs
   ) -> list[Completion]:
-    """Returns the prompts' continuations; keywords are those of `submit`."""
+    """Submits prompts, and returns their continuations when all have ended.
+
+    Keywords are those of `submit`. An exception cancels all the prompts.
+    """
     events_by_id: dict[int, list[Event]] = {}
     others = []
 
@@ -560,8 +569,8 @@ class Engine:
   def warm_up(self, report: Callable[[str], None] = lambda _: None) -> None:
     """Compiles everything that requests need, before the first one arrives.
 
-    Calls `report` with what is compiled next, such as '2 of 6: prompts of up to
-    16 tokens'.
+    Runs requests for this, so the engine must be idle. Calls `report` with what
+    is compiled next, such as '2 of 6: prompts of up to 16 tokens'.
     """
     lengths, most = [], self.max_length - 1
     while not lengths or lengths[-1] < most:
@@ -675,7 +684,7 @@ class Engine:
       self._add(request, int(token_B[b]), float(log_prob_B[b]), top)
 
   def _add(self, request, token, log_prob, likeliest) -> None:
-    """Adds a token to a request, and ends the request if it is the last."""
+    """Emits a request's new token; ends the request if this is its last one."""
     request.limit -= 1
     ends = token == self._program.end_token
     text = '' if ends else request.text.add(token)
@@ -700,7 +709,7 @@ class Engine:
 
 
 def _awaited(requests: Iterable[_Request]) -> list[concurrent.futures.Future]:
-  """Returns futures of the requests' masks that threads still compute."""
+  """Returns the futures of those masks that threads still compute."""
   masks = [r.constraint.awaited for r in requests if r.constraint is not None]
   return [mask for mask in masks if mask is not None and not mask.done()]
 

@@ -41,7 +41,7 @@ class Grammar:
 
 
 class Constraint:
-  """Masks of a request's next tokens; only the engine's thread may use it."""
+  """Computes masks of a request's next tokens, for the engine's thread only."""
 
   def __init__(self, grammar: Grammar, words: int, pool):
     self._matcher = grammar.matcher.deep_copy()
@@ -60,7 +60,7 @@ class Constraint:
     return self._next
 
   def take(self) -> np.ndarray | None:
-    """Returns the mask of the next token, a uint32 word for 32 tokens.
+    """Waits for the mask of the next token: a uint32 word for every 32 tokens.
 
     Returns None if the text is complete. Before the next `take`, `push` must
     get the token that was sampled.
@@ -72,7 +72,7 @@ class Constraint:
     return future.result()
 
   def push(self, token: int) -> None:
-    """Starts to compute the mask of the token after one that was sampled."""
+    """Takes the token that was sampled; starts to compute the next mask."""
     self._next = self._pool.submit(self._mask, token)
 
   def _mask(self, token: int | None = None) -> np.ndarray | None:
@@ -92,11 +92,16 @@ class Constraint:
 class Grammars:
   """Compiles schemas for a model's vocabulary, and starts their constraints.
 
-  Threads may share it.
+  Threads may share one object.
   """
 
   def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int | None):
-    """Initialises it; `end` is the model's end token, None if it has none."""
+    """Creates the object; the first `compile` prepares the vocabulary.
+
+    `vocab_size` is the number of the model's logits: masks have as many bits,
+    rounded up to words of 32. `end` is the model's end token; None if it has
+    none. Raises UserError if llguidance is not installed.
+    """
     require_library()
     self._tokenizer, self._end = tokenizer, end
     self._words = -(-vocab_size // 32)
@@ -119,7 +124,7 @@ class Grammars:
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
 
   def compile(self, schema: Mapping[str, Any]) -> Grammar:
-    """Compiles a JSON schema, which takes up to seconds."""
+    """Compiles a JSON schema, in up to seconds; UserError if not supported."""
     with self._lock:
       vocabulary = self._vocabulary
     matcher = llguidance.LLMatcher(
@@ -130,7 +135,7 @@ class Grammars:
     return Grammar(matcher)
 
   def start(self, grammar: Grammar) -> Constraint:
-    """Returns the constraint of a new request."""
+    """Returns a new request's constraint; a thread computes its first mask."""
     return Constraint(grammar, self._words, self._pool)
 
 

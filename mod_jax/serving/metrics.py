@@ -13,7 +13,7 @@ _WINDOW = 10.0
 
 
 class Metrics:
-  """Counters that the server's threads add to."""
+  """Counters and gauges, which several of the server's threads update."""
 
   def __init__(self):
     self._registry = registry = CollectorRegistry()
@@ -72,7 +72,7 @@ class Metrics:
         self._choices.labels(event.reason).inc()
 
   def text(self, load: Load | None, *, healthy: bool) -> bytes:
-    """Returns all metrics; without a load, those of the last load."""
+    """Returns all metrics; if `load` is None, the last one's numbers stay."""
     self._healthy.set(healthy)
     begin = time.monotonic() - _WINDOW
     # Iterate over a copy, since the engine's thread may append meanwhile.

@@ -18,14 +18,13 @@ MAX_ENCODED = -(-MAX_BYTES // 3) * 4
 def pieces(
   messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[tuple[conversations.Kind, str]], list[Any]]:
-  """Returns the pieces of a chat by kind, and its pictures in their order.
+  """Returns a chat as pairs (kind, text), and its pictures in their order.
 
-  Args:
-    messages: each with a `role` (`system`, `user` or `assistant`) and a
-      `content`: a text, or a list of parts. A part has a `type` and, under that
-      name, its content: a text if the type is `text`, otherwise a picture. A
-      user's pictures are placed before the text, unless the text has
-      placeholders for them.
+  Each message has a `role` (`system`, `user` or `assistant`) and a `content`: a
+  text, or a list of parts. A part has a `type` and, under that name, its
+  content: a text if the type is `text`, otherwise a picture. A user's pictures
+  are placed before the text, unless the text has placeholders for them. Raises
+  UserError for other messages, and if pictures and placeholders do not match.
   """
   found, pictures = [], []
   for message in messages:
@@ -59,7 +58,7 @@ def pieces(
 
 
 def _parts(content) -> Iterator[tuple[str, Any]]:
-  """Yields type and content of each part of a message's content."""
+  """Yields (type, value) of each part of a message; a str is one text."""
   if content is None or isinstance(content, str):
     yield 'text', content or ''
     return
@@ -74,7 +73,7 @@ def _parts(content) -> Iterator[tuple[str, Any]]:
 
 
 def base64_of(url: str) -> str:
-  """Returns the base64 text of a picture's `data:` URL, not decoded."""
+  """Returns the base64 text in a `data:` URL; UserError for other URLs."""
   head, comma, data = url.partition(',')
   if not (head.startswith('data:') and head.endswith(';base64') and comma):
     raise UserError(

@@ -80,7 +80,7 @@ _Biases = Annotated[
 
 
 class _Fields(pydantic.BaseModel):
-  """An object without unknown fields."""
+  """A JSON object, of which the first unknown field is reported as an error."""
 
   # Unknown fields are allowed at first, and `_knows_all` refuses the first one:
   # `forbid` would report an error for each of them.
@@ -159,7 +159,8 @@ class _Request(_Fields):
   def settings(self) -> list[dict[str, Any]]:
     """Returns keywords of `Engine.submit` for each choice of a prompt.
 
-    Choices differ in their seeds only. The keyword `schema` is not included.
+    Choices differ in their seeds only; without a seed, the clock gives one. The
+    keyword `schema` is not included.
     """
     seed = time.time_ns() % 2**32 if self.seed is None else self.seed
     shared = {
@@ -295,7 +296,7 @@ class Chat(_Request):
 
 
 def parse[Body: _Request](kind: type[Body], data: bytes) -> Body:
-  """Parses and validates the JSON body of a request."""
+  """Parses the JSON body of a request; raises UserError if it is invalid."""
   try:
     return kind.model_validate_json(data)
   except pydantic.ValidationError as error:

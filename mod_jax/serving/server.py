@@ -3,9 +3,9 @@
 A thin HTTP front end of the `Engine`: it parses requests, passes them to the
 single thread that runs the engine, and returns the output, whole or as a
 stream. A `TextProcess` tokenises and detokenises, so that a slow tokenizer or
-template blocks neither the event loop nor the engine; it also checks whether a
-JSON schema can be compiled within the limits. Requests of clients that
-disconnect are cancelled. `scripts/serve.py` starts the server.
+template blocks neither the event loop nor the engine; that process also checks
+whether a JSON schema can be compiled within the limits. Requests of clients
+that disconnect are cancelled. `scripts/serve.py` starts the server.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ _LOAD_LIMIT = 2.0
 
 
 class _Refused(Exception):
-  """Answers a request with an error of this HTTP status."""
+  """Makes the server answer with an error: HTTP status, and the API's code."""
 
   def __init__(self, message: str, status: int = 400, code: str | None = None):
     super().__init__(message)
@@ -61,7 +61,7 @@ class _Refused(Exception):
 
 
 class Worker:
-  """The thread that runs the engine, and its interface for other threads.
+  """The thread that runs the engine, with methods for other threads to call.
 
   The engine is not thread-safe: other threads put functions into the inbox, and
   this thread calls them.
@@ -93,12 +93,12 @@ class Worker:
     return None
 
   def submit(self, asked: list[tuple[list[int], dict]], put) -> list[int]:
-    """Submits all (prompt, settings) to the engine, or none of them.
+    """Has the engine's thread submit all (prompt, settings) pairs, or none.
 
-    The engine's thread calls `put` with None once all are accepted, then with
-    (index in `asked`, event) for each event; or with the exception that ends
-    all of them. Returns a list, to which that thread adds the requests' numbers
-    later.
+    That thread calls `put` with None when the engine has accepted all pairs,
+    then with (index of the pair, event) for each event. If a pair is refused or
+    the engine fails, it calls `put` with the exception, and no event follows.
+    Returns a list, to which the thread adds the requests' numbers later.
     """
     ids: list[int] = []
 
@@ -325,9 +325,9 @@ class _Server:
 
   @contextlib.contextmanager
   def _place(self, count: int) -> Iterator[None]:
-    """Reserves `count` of the places for prompts that run or wait.
+    """Context manager: reserves places for `count` choices that run or wait.
 
-    Raises _Refused if too few places are free or the engine has failed.
+    Raises _Refused if too few places are free, or `_trouble` is not None.
     """
     if self._trouble is not None:
       raise _Refused(self._trouble, 503)
@@ -349,7 +349,7 @@ class _Server:
       self._taken -= count
 
   async def _read_chat(self, asked) -> tuple[list[list[int]], dict[str, Any]]:
-    """Returns a list of one prompt, and further settings for a `VLM`."""
+    """Returns a list of one prompt's tokens, and further settings of a `VLM`."""
     most = self.engine.max_length
     messages = [m.model_dump(exclude_unset=True) for m in asked.messages]
     if not isinstance(self._run.config, vlm.VLMConfig):
@@ -377,7 +377,7 @@ class _Server:
     return [tokens], {'images': images, 'kinds': kinds}
 
   async def _picture(self, encoded: str) -> np.ndarray:
-    """Returns a picture as the model's input, [size, size, 3]."""
+    """Returns a picture in base64 as the model's input, [size, size, 3]."""
     preprocess = self._run.preprocess
     fitted = await self._read('fit_picture', encoded, preprocess.fit.keywords)
     pixels = np.frombuffer(base64.b64decode(fitted), np.uint8)
@@ -385,11 +385,11 @@ class _Server:
     return augment.normalize(image_SSC, preprocess.mean, preprocess.std)
 
   async def _read(self, job, *args) -> Any:
-    """Calls a method of the text process."""
+    """Calls the method `job` of the text process, and returns its result."""
     return await self._with_text(lambda text: text.call(job, *args))
 
   async def _with_text(self, function: Callable[[TextProcess], Any]) -> Any:
-    """Calls a function with the text process, in a thread."""
+    """Returns the result of a function of the text process, in a thread."""
     if self._text is None:
       raise UserError('this model has no tokenizer: give tokens.')
     try:
@@ -400,7 +400,7 @@ class _Server:
       ) from error
 
   async def _compiled(self, schema) -> Any:
-    """Compiles a JSON schema after a check that this is within the limits."""
+    """Compiles a JSON schema, after `_Texts.check_schema` has accepted it."""
     await self._read('check_schema', schema)
     return await self._in_thread(self.engine.compile, schema)
 
@@ -409,9 +409,10 @@ class _Server:
     return await loop.run_in_executor(self._readers, function, *args)
 
   async def _submit(self, asked, stack) -> asyncio.Queue:
-    """Submits all (prompt, settings), and returns the queue of their events.
+    """Submits all (prompt, settings) pairs, and returns the queue of events.
 
-    Closing `stack` cancels the requests that have not ended.
+    Raises the error if the engine refuses a pair. Closing `stack` cancels the
+    requests that have not ended.
     """
     loop, events = asyncio.get_running_loop(), asyncio.Queue()
 
@@ -425,7 +426,10 @@ class _Server:
 
 
 async def _next(events: asyncio.Queue):
-  """Returns the next message that `Worker.submit` puts; raises its errors."""
+  """Returns the next message that `Worker.submit` puts, or raises it.
+
+  Raises UserError or _Refused for an exception, or an event of `FAILURES`.
+  """
   message = await events.get()
   if isinstance(message, UserError | _Refused):
     raise message
@@ -438,7 +442,7 @@ async def _next(events: asyncio.Queue):
 
 
 class _Answer:
-  """The answer to a request, from the events of its choices."""
+  """Makes the answer to a request from the events of all its choices."""
 
   def __init__(self, head, prompts, read, asked, events, tokenizer):
     # `read` is the number of tokens in all prompts together.
@@ -471,7 +475,7 @@ class _Answer:
     return JSONResponse({**self._head, 'choices': choices, 'usage': usage})
 
   async def chunks(self) -> AsyncIterator[str]:
-    """Yields server-sent events; a disconnect may cancel it between any two."""
+    """Yields server-sent events; a disconnect cancels this generator."""
 
     def encode_event(**fields):
       return f'data: {json.dumps(fields)}\n\n'
@@ -551,7 +555,7 @@ class _Answer:
 
 
 class _Stream(StreamingResponse):
-  """A stream that closes its stack at its end, even if it never starts."""
+  """Streams chunks, then closes `stack`, even if no chunk was ever sent."""
 
   def __init__(self, chunks, stack: contextlib.ExitStack):
     super().__init__(chunks, media_type='text/event-stream')
@@ -563,10 +567,11 @@ class _Stream(StreamingResponse):
 
 
 async def _body(request: Request, most: int) -> bytes:
-  """Returns the body of a request; refuses long ones and other content types.
+  """Returns the body of a request.
 
-  Insisting on JSON guards against cross-site requests: browsers send other
-  content types without a CORS preflight.
+  Raises _Refused if the body has more than `most` bytes, or is not declared as
+  JSON. Insisting on JSON guards against cross-site requests: browsers send
+  other content types without a CORS preflight.
   """
   kind = request.headers.get('content-type', '').partition(';')[0].strip()
   if kind.lower() != 'application/json':
@@ -580,7 +585,7 @@ async def _body(request: Request, most: int) -> bytes:
 
 
 async def _while_connected(request: Request, answer) -> Response:
-  """Awaits a coroutine; cancels it if the client disconnects."""
+  """Returns a coroutine's response; if the client disconnects, cancels it."""
 
   async def until_disconnect():
     while (await request.receive())['type'] != 'http.disconnect':
@@ -611,7 +616,7 @@ def _error(error: _Refused) -> dict[str, Any]:
 
 
 class _KeyRequired:
-  """Passes on requests that have the key or go to /health; refuses others."""
+  """Answers 401 to requests without the key, unless they are to /health."""
 
   def __init__(self, app: ASGIApp, key: str):
     self._app, self._key = app, self._digest(key.encode())
@@ -649,13 +654,14 @@ def app(
   hosts=LOOPBACK,
   key: str | None = None,
 ) -> ASGIApp:
-  """Returns the ASGI application.
+  """Returns the ASGI application of a server.
 
-  Only the server may use the engine from now on. `name` is the model's name in
-  the API, and `queue` the number of prompts that may wait for a slot. `hosts`
-  are allowed values of the Host header, such as `*.example.com`, or `*` for
-  any; the check prevents DNS rebinding. If there is a `key`, requests must have
-  it as a bearer token.
+  Moves the engine's tokenizer into a process of its own; only the server may
+  use the engine from now on. `name` is the model's name in the API, and `queue`
+  the number of choices that may wait for a slot. `hosts` are allowed values of
+  the Host header, such as `*.example.com`, or `*` for any; the check prevents
+  DNS rebinding. If there is a `key`, all requests except those to /health must
+  have it as a bearer token. Raises UserError if a host is not a valid pattern.
   """
   server = _Server(engine, run, name, queue)
 

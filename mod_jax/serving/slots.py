@@ -1,7 +1,8 @@
 """The engine's slots on the device, and the compiled functions on them.
 
-`Program.insert` and `Program.step` are compiled twice: without `Extras`, and
-with `Extras` for the time that a request which needs them has a slot.
+A slot is a row of the `State`, and serves one request at a time. `insert` and
+`step` of `Program` are compiled twice; the version with `Extras` runs only
+while a request that needs them has a slot.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ _BITS = 32  # Tokens per uint32 word of a mask.
 
 @flax.struct.dataclass
 class Rows:
-  """The state of each slot, besides its cache."""
+  """The state of each slot, besides the slot's cache."""
 
   token_B: jax.Array  # The last token, which the model has not read yet.
   active_B: jax.Array  # Whether the slot is generating.
@@ -57,7 +58,7 @@ class Extras:
   top_B: jax.Array
 
   def changed(self, logits_BV, allowed_BW):
-    """Returns the logits to sample from; `allowed_BW` is as in `Gate`."""
+    """Returns the logits with biases, less penalties; -inf if not allowed."""
     logits_BV = logits_BV + self.bias_BV
     logits_BV -= self.frequency_B[:, None] * self.count_BV
     logits_BV -= self.presence_B[:, None] * (self.count_BV > 0)
@@ -68,7 +69,7 @@ class Extras:
     return jnp.where(allowed_BV == 1, logits_BV, -jnp.inf)
 
   def counted(self, token_B, active_B) -> 'Extras':
-    """Returns the extras after the active rows have sampled their tokens."""
+    """Returns the extras that also count a new token of each active row."""
     row_B = jnp.arange(len(token_B))
     count_BV = self.count_BV.at[row_B, token_B].add(active_B.astype(jnp.int32))
     return self.replace(count_BV=count_BV)
@@ -76,7 +77,7 @@ class Extras:
   def likeliest(self, logits_BV):
     """Returns (token_BT, log_prob_BT) of the `MAX_TOP` likeliest tokens.
 
-    Both are zeros if no row wants them.
+    If no row wants the likeliest tokens, both arrays are zeros.
     """
     count = min(MAX_TOP, logits_BV.shape[1])
 
@@ -94,7 +95,7 @@ class Extras:
 
 @flax.struct.dataclass
 class Gate:
-  """The tokens and rows that constraints allow in a step."""
+  """Which tokens may be sampled in a step, and which rows take no part."""
 
   # Tokens that may be sampled: uint32 words, the first token in the lowest bit.
   allowed_BW: jax.Array
@@ -118,9 +119,10 @@ class Program:
 
   @functools.partial(jax.jit, static_argnums=0)
   def prefill(self, variables, tokens_1P, valid_1P, rows: Rows, pictures):
-    """Returns the cache of a prompt, and the logits after it.
+    """Returns the cache of a prompt, and logits_1V of the token after it.
 
-    `pictures` are further arguments of a `VLM`; empty for other models.
+    `rows` has the request's limit and seed. `pictures` are further arguments of
+    a `VLM`; empty for other models.
     """
     # Pass the request's own length, so that the number of slots in the caches
     # of routed blocks does not depend on other requests.
@@ -139,8 +141,8 @@ class Program:
     """Samples a request's first token, and puts the request into a slot.
 
     `rows` and `changes` are the request's row of the state and of the extras,
-    `cache` and `logits_1V` the results of `prefill`. Returns the state, the
-    extras and the outputs, as `step` does.
+    `cache` and `logits_1V` the results of `prefill`. `extras`, `changes` and
+    `gate` are None without extras. Returns what `step` does.
     """
     rows, changes, outputs = self._draw(rows, logits_1V, changes, gate)
     state, extras = jax.tree.map(
@@ -160,9 +162,9 @@ class Program:
   def step(self, variables, state: State, extras, gate, key):
     """Adds a token to every active slot that is not held.
 
-    Returns the state, the extras, and the outputs (token_B, log_prob_B, whether
-    the row sampled a token). With extras, the outputs also have (token_BT,
-    log_prob_BT) of the likeliest tokens.
+    `key` is for random routing scores. Returns the state, the extras, and the
+    outputs (token_B, log_prob_B, whether the row sampled a token). With extras,
+    the outputs also have (token_BT, log_prob_BT) of the likeliest tokens.
     """
     rows = state.rows
     reads_B = rows.active_B if gate is None else rows.active_B & ~gate.held_B
@@ -176,7 +178,7 @@ class Program:
     return State(cache, rows), extras, outputs
 
   def _draw(self, rows: Rows, logits_BV, extras, gate):
-    """Samples a token for each row; returns rows, extras and outputs."""
+    """Samples the rows' next tokens; returns new rows, extras and outputs."""
     key_B = jax.vmap(_key)(rows.seed_B, rows.count_B)
     draws_B, changed_BV, likeliest = rows.active_B, logits_BV, ()
     if extras is not None:
@@ -199,7 +201,7 @@ class Program:
 
 
 def _key(seed, number) -> jax.Array:
-  """Returns a request's random key for a number, whatever its slot."""
+  """Returns the random key for a request's seed and a number."""
   return jax.random.fold_in(jax.random.key(seed), number)
 
 
@@ -208,7 +210,7 @@ def rows_of(
 ) -> Rows:
   """Returns `batch` equal rows that have not sampled a token yet.
 
-  `settings` are the arguments of `Settings.of` after the batch.
+  `settings` are the arguments of `generation.Settings.of` after the batch.
   """
   return Rows(
     token_B=np.zeros(batch, np.int32),

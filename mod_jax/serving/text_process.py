@@ -59,7 +59,8 @@ class TextProcess:
 
     `kind` and `path` are those of the tokenizer, whose folder may have a chat
     template. If `pretrained`, prompts begin with the special tokens that the
-    tokenizer puts before texts.
+    tokenizer puts before texts. Raises UserError if the tokenizer cannot be
+    loaded.
     """
     # A private directory, so that other users cannot connect to the socket.
     self._folder = tempfile.TemporaryDirectory(prefix='mod_jax-')
@@ -150,7 +151,7 @@ def _ask(stream, name, args):
 
 
 class _Texts:
-  """The jobs that forks run."""
+  """The jobs that forks run; to refuse arguments, they raise UserError."""
 
   def __init__(self, kind: str, path: str, pretrained: bool):
     self._tokenizer = tokenizers.make(kind, path)

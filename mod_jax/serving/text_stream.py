@@ -6,9 +6,10 @@ from mod_jax.data import tokenizers
 
 
 class TextStream:
-  """Releases text once it is final: no partial characters, no stop texts.
+  """Turns tokens into text, and releases only text that is final.
 
-  The text ends before the first of `stop`; without a tokenizer it is empty.
+  Final text has no incomplete character, and ends before the first stop text.
+  `prompt` has the tokens before the text. Without a tokenizer, texts are empty.
   """
 
   def __init__(self, tokenizer, prompt: list[int], stop: tuple[str, ...]):
@@ -46,7 +47,7 @@ class TextStream:
     return self._release(new_text)
 
   def end(self) -> str:
-    """Returns the remaining text."""
+    """Returns the text that was held back; no token follows."""
     if self._tokenizer is None or self.stopped:
       return ''
     text = self._release(self._decoded(len(self._tokens)))
