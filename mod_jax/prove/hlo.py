@@ -204,12 +204,12 @@ class _Instruction:
     return match[1] if match else ''
 
   def attribute(self, name: str) -> str:
-    """Returns the value of an attribute without braces, or ''."""
+    """Returns an attribute's first value, without braces; '' if missing."""
     match = re.search(rf'\b{name}=\{{?([^ ,}}]*)', self.attributes)
     return match[1] if match else ''
 
   def dimensions(self, name: str) -> tuple[int, ...]:
-    """Returns an attribute that is a list of numbers."""
+    """Returns an attribute that is a list of numbers; () if it is missing."""
     match = re.search(rf'\b{name}=\{{([\d,]*)\}}', self.attributes)
     return _dimensions(match[1]) if match else ()
 
@@ -220,7 +220,7 @@ class _Instruction:
 
 
 class _Computation(dict):
-  """Instructions by name; `root` is the one that the computation returns."""
+  """Instructions by name; the computation returns the value of `root`."""
 
   root: _Instruction
 
@@ -228,7 +228,7 @@ class _Computation(dict):
     return [self[name] for name in instruction.operands]
 
   def uses(self, instruction: _Instruction) -> list[_Instruction]:
-    """Returns the users of a value; instead of a copy, the copy's users."""
+    """Returns the users of a value and of its copies, without the copies."""
     found = []
     for user in self.values():
       if instruction.name in user.operands:
@@ -251,7 +251,7 @@ _Part = Product | Collective | Kernel | str
 
 
 class _Program:
-  """A parsed program."""
+  """The computations of a compiled program, parsed from the program's text."""
 
   def __init__(self, text: str):
     self._computations: dict[str, _Computation] = {}
@@ -269,7 +269,7 @@ class _Program:
     self._devices = int(match[1]) if match else 1
 
   def parts(self, name: str | None = None, count: int = 1) -> Iterator[_Part]:
-    """Yields the parts of a computation that is executed `count` times.
+    """Yields each `_Part` of a computation that is executed `count` times.
 
     `name` is the computation's name; None for the whole program.
     """
@@ -325,7 +325,7 @@ class _Program:
         )
 
   def _by_cudnn(self, computation, instruction, called: str, count: int):
-    """Returns a convolution, or one of its gradients, which cost the same."""
+    """Returns cuDNN's convolution, or a gradient of one, as a `Product`."""
     first, second, *_ = (x.shape for x in computation.operands(instruction))
     result = instruction.arrays[0][1]  # The second result is a workspace.
     lhs, rhs, out = {
@@ -363,7 +363,7 @@ class _Program:
         yield Launch(instruction.name, opcode, moved, products, count)
 
   def _moved(self, computation, instruction) -> int:
-    """Returns the bytes that an operation reads and writes."""
+    """Returns the `bytes` of an operation's `Launch`."""
     operands = computation.operands(instruction)
     if instruction.opcode != 'fusion':
       return instruction.bytes + sum(x.bytes for x in operands)
@@ -391,7 +391,7 @@ class _Program:
     return total
 
   def _fused(self, instruction, count):
-    """Yields the parts of a fusion, with a `source` for those that lack it."""
+    """Yields each `_Part` of a fusion; fills in a missing `source`."""
     (called,) = instruction.computations('calls')
     scatters = called.startswith('all-reduce-scatter')
     for part in self.parts(called, count):
@@ -405,7 +405,7 @@ class _Program:
       yield part
 
   def _source(self, name: str) -> str:
-    """Returns a `source` from within a fusion, preferably a recomputed one."""
+    """Returns a `source` in a fusion, preferably a recomputed operation's."""
     names = ['']
     for instruction in self._computations[name].values():
       names.append(instruction.source)
@@ -457,7 +457,7 @@ def _ways(instruction: _Instruction) -> list[str]:
 
 
 def _computations(text: str) -> Iterator[tuple[bool, str, list[str]]]:
-  """Yields (whether it is the entry, name, lines) of each computation."""
+  """Yields (whether the program begins here, name, lines) per computation."""
   header, lines = None, []
   for line in text.splitlines():
     if header is None:

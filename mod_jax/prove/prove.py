@@ -43,9 +43,9 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proof:
-  """The work of one chip in a training step, and its predicted time.
+  """The work of one chip in a training step, and the step's predicted time.
 
-  If the step does not fit, the fields that have a default value keep it.
+  If the step does not fit, all fields with a default value keep the default.
   """
 
   topology: str  # Name of the slice.
@@ -55,7 +55,7 @@ class Proof:
   fsdp: int
   expert: int
   tensor: int
-  parameters: int  # Of the model.
+  parameters: int  # Number of the model's parameters.
   # Bytes that the step needs on each chip. If the step was not compiled, or the
   # compiler's error does not give the bytes, those of the state alone.
   memory: int
@@ -88,17 +88,17 @@ class Proof:
 
   @property
   def step_seconds(self) -> float:
-    """Predicted time of a step: compute or network, whichever takes longer.
+    """Predicted time of a step: compute, launches or network, the longest.
 
-    This assumes that the two overlap and nothing else takes time. The step may
-    be faster if communication over different links overlaps.
+    This assumes that they overlap and nothing else takes time. The step may be
+    faster if communication over different links overlaps.
     """
     computing = max(self.compute_seconds, self.launch_seconds)
     return max(computing, self.network_seconds)
 
   @property
   def bound(self) -> str:
-    """What limits the step: 'compute', 'network', or 'memory' if too little."""
+    """Limit: 'memory' if the step does not fit, else 'compute' or 'network'."""
     if not self.fits:
       return 'memory'
     network = self.network_seconds == self.step_seconds
@@ -118,6 +118,7 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
   """Checks that a slice suits a run's mesh and batches, without compiling.
 
   Returns a proof that has the memory of the state alone, and `fits` False.
+  Raises UserError if the slice does not suit, or a teacher takes part in steps.
   """
   task = make_task(config)
   adapted = isinstance(task, Adaptive) and task.objective.phase == 'end_to_end'
@@ -156,7 +157,8 @@ def prove(
   """Compiles a run's training step for a slice, and analyses the program.
 
   The run's mesh must suit the slice. If there is a directory `cache`, the proof
-  is read from it, or else written to it.
+  is read from a file in it, which this writes if it is missing. If the state
+  alone does not fit, nothing is compiled.
   """
   path = None
   if cache is not None:
@@ -179,7 +181,7 @@ def smallest(
 
   The slices are in ascending order, and the run's mesh is adapted to each by
   `fitted`. If the run fits on no slice, the proof is for the largest slice that
-  the mesh can be adapted to.
+  the mesh can be adapted to. Raises UserError if there is no such slice.
   """
   proof, refusal = None, None
   for topology in topologies:
@@ -260,7 +262,7 @@ def run(
 
 
 def _row(config, candidates, cache) -> dict:
-  """Returns the proof of a run and figures of its dense twin's, by column."""
+  """Returns a run's line of `prove.csv`, which also has its dense twin."""
   proof = smallest(config, candidates, cache)
   derived = ('step_seconds', 'bound', 'bytes_per_flop', 'products_ratio')
   row = dataclasses.asdict(proof) | {
@@ -279,7 +281,7 @@ def _row(config, candidates, cache) -> dict:
 
 
 def _cells(row: Mapping) -> dict[str, str]:
-  """Returns the cells of a row, by column."""
+  """Returns a row of `_row` as the texts that are printed, by column."""
   dense = row['dense_step_seconds']
   return {
     'id': row['id'],
@@ -399,7 +401,7 @@ def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
 
 @functools.cache
 def _code() -> str:
-  """Returns a digest of the source code of both packages."""
+  """Returns a digest of the sources of `mod_jax` and `mod_jax_kernels`."""
   digest = hashlib.sha256()
   kernels = pathlib.Path(mod_jax_kernels.__file__).parent
   for folder in (pathlib.Path(__file__).parents[1], kernels):
@@ -409,7 +411,7 @@ def _code() -> str:
 
 
 def _compiled(proof: Proof, config, topology) -> Proof:
-  """Compiles the step, and completes the proof."""
+  """Compiles the step, and returns the completed proof."""
   devices = topology.devices()
   # A step that is too large if compiled quickly may fit if compiled as in a
   # run.
@@ -471,7 +473,7 @@ def _compiled(proof: Proof, config, topology) -> Proof:
 def _needed(refusal: str, state: int) -> int:
   """Returns the bytes that a program needs, by the compiler's error message.
 
-  `state` are the bytes of the state, the result if the message has no number.
+  `state`, the bytes of the state, is the result if the message has no number.
   """
   match = _TOO_LARGE.search(refusal)
   if match is None:
@@ -527,7 +529,7 @@ def kernel_flops(
 
 
 def _product_flops(kernel: hlo.Kernel) -> tuple[int, int]:
-  """Returns the FLOPs of one product of attention: needed, and computed."""
+  """Returns (needed, computed) FLOPs of one matrix product of attention."""
   # int8 operands are block masks of a causal mask. The first two floating-point
   # operands are q and k.
   masks = [shape for dtype, shape in kernel.operands if dtype == 's8']

@@ -43,7 +43,7 @@ class Tpu(Chip):
   options: tuple[tuple[str, str], ...] = ()
 
   def topology(self, found: 'Slice') -> dict[str, object]:
-    """Returns the arguments of `get_topology_desc` that describe a slice."""
+    """Returns arguments of `get_topology_desc`; sets environment variables."""
     # Set here and not globally: only libtpu reads these variables.
     os.environ['TPU_SKIP_MDS_QUERY'] = '1'
     os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
@@ -112,7 +112,7 @@ _HOPPER = """
 
 
 def _hopper(name: str, capacity: int, bandwidth: int) -> Gpu:
-  """Returns a GPU with NVLink's 450 GB/s through switches, up to 8 in a host.
+  """Returns a kind of GPU, of which NVLink joins up to 8 in a host at 450 GB/s.
 
   A program can have 75% of the GPU's memory, unless JAX's setting
   XLA_PYTHON_CLIENT_MEM_FRACTION is changed.
@@ -178,7 +178,7 @@ class Slice:
     return math.prod(self.sizes)
 
   def compiler(self) -> str:
-    """Returns the compiler's version; raises UserError if there is none."""
+    """Returns the compiler's name and version; UserError if there is none."""
     for name in self.chip.compilers:
       with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return f'{name} {importlib.metadata.version(name)}'
@@ -226,7 +226,10 @@ class Slice:
 
 
 def parse(topology: str) -> list[Slice]:
-  """Returns the slice `v5e:4x4` alone, or for `v5e` all, the smallest first."""
+  """Returns [the slice] for a name such as `v5e:4x4`; UserError if unknown.
+
+  For a kind of chip, `v5e`, returns all its slices, the smallest first.
+  """
   match = re.fullmatch(r'(\w+)(?::(\d+(?:x\d+)*))?', topology)
   if not match or match[1] not in CHIPS:
     raise _unknown(topology)
@@ -258,11 +261,11 @@ def _unknown(topology: str) -> UserError:
 
 @contextlib.contextmanager
 def compiler(*, quick: bool):
-  """A context to compile for absent devices, quickly or as a run would.
+  """Context manager: sets JAX's options to compile for absent devices.
 
-  The quick way lowers libtpu's optimisation level, which takes a third of the
+  If `quick`, libtpu's optimisation level is lower, which takes a third of the
   compile time or less. The program does the same work, but may gather weights
-  long before they are used, so that more of them are in memory at once. The
+  long before they are used, so more of the weights are in memory at once. The
   persistent compilation cache is off, since it cannot load programs for absent
   devices.
   """

@@ -24,7 +24,7 @@ class Generated:
 
   Attributes:
     tokens_BN: int32 new tokens; after the end token, repetitions of it.
-    length_B: int32 number of new tokens, without the end token.
+    length_B: int32 number of new tokens, not counting the end token.
     log_prob_BN: float32 log-probability of each new token under the model's own
       distribution (before temperature and filters); 0 after the end.
     routed: fraction of (token, routed layer) pairs that were processed, of the
@@ -46,7 +46,7 @@ class Generated:
 def pad_prompts(
   prompts: list[list[int]], *, side: str = 'left'
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns token lists padded to one length: (tokens_BP int32, valid_BP)."""
+  """Returns token lists padded at a side: (tokens_BP int32, valid_BP bool)."""
   lengths = [len(prompt) for prompt in prompts]
   require(
     all(lengths or [0]),
@@ -103,13 +103,17 @@ def generate(
     top_k: of sampling, not of routing; see `filter_logits`.
     top_p: of sampling; see `filter_logits`.
     min_p: of sampling; see `filter_logits`.
-    end_token: id of the token after which a sequence stops.
+    end_token: id of the token after which a sequence stops, or None.
     key: random key; may be None at temperature 0.
     max_length: number of tokens that the caches hold; by default those of the
       prompt and the new tokens. If blocks choose among image tokens, every row
       takes the places of all I pictures, even if it has fewer.
-    draft: proposes tokens that the model verifies several at a time. It changes
-      the speed, but neither the greedy text nor the distribution of samples.
+    draft: proposes tokens that the model verifies several at a time; None for
+      one token at a time. A draft changes the speed, but neither the greedy
+      text nor the distribution of samples.
+
+  Raises:
+    UserError: an argument is not valid, or does not suit the model.
   """
   if isinstance(mode, str):
     mode = model.config.routing_mode(mode)
@@ -188,7 +192,7 @@ def generate(
 
 
 def bucket(count: int, least: int = 8) -> int:
-  """Returns the power of two to which a length is padded."""
+  """Returns the power of two, at least `least`, to which a length is padded."""
   return max(least, 1 << (count - 1).bit_length())
 
 
@@ -432,7 +436,7 @@ def _generate(
 
 @dataclasses.dataclass(frozen=True)
 class _Writer:
-  """Adds tokens to texts, one or several per forward pass."""
+  """Samples the next tokens of texts, one or several per forward pass."""
 
   model: lm.LanguageModel | vlm.VLM  # With unrolled layers.
   variables: dict
@@ -443,13 +447,13 @@ class _Writer:
   row_key_B: jax.Array  # Each row's key for sampling.
 
   def draw(self, logits_BV, text: '_Text'):
-    """Returns the next tokens, their log-probabilities, and counts of 1."""
+    """Returns tokens_B1, their log-probabilities [B, 1], and count_B, all 1."""
     token_B = draw(logits_BV, self._keys(text), self.settings)
     count_B = jnp.ones(token_B.shape, jnp.int32)
     return token_B[:, None], log_prob(logits_BV, token_B)[:, None], count_B
 
   def one_more(self, cache, text: '_Text'):
-    """Reads the last token; returns the cache, `draw`'s result and overflow."""
+    """Reads each last token; returns the cache, `draw`'s result, overflow."""
     logits_B1V, cache, overflow = self._read(
       *(text.last_B[:, None], text.active_B[:, None]),
       *(cache, self.options.mode, self._pass_key(text)),
@@ -457,7 +461,10 @@ class _Writer:
     return cache, self.draw(logits_B1V[:, 0], text), overflow
 
   def some_more(self, cache, text: '_Text'):
-    """Reads the last token and a draft; returns results like `one_more`'s."""
+    """Reads the last token and draft tokens; returns results as `one_more`.
+
+    Of the tokens_BL in these results, the first `count_B` of each row count.
+    """
     draft, mode = self.options.draft, self.options.mode
     vocab_size = self.model.config.vocab_size
     draft_key_B, accept_key_B = jax.vmap(jax.random.split)(self._keys(text)).T
@@ -529,7 +536,7 @@ class _Text:
   Attributes:
     tokens_BT: each row's prompt without padding, its new tokens, then garbage.
     start_B: int32 number of tokens of the prompt.
-    count_B: int32 number of new tokens.
+    count_B: int32 number of new tokens, including the end token.
     log_prob_BN: log-probabilities of the new tokens.
     ended_B: whether the last new token is the end token.
     active_B: whether the row still needs more tokens.
@@ -546,7 +553,7 @@ class _Text:
 
   @classmethod
   def empty(cls, tokens_BP, valid_BP, room: int) -> '_Text':
-    """Returns texts of the prompts, with room for new tokens after each."""
+    """Returns texts of the prompts, with room for `room` new tokens each."""
     batch = tokens_BP.shape[0]
     order_BP = jnp.argsort(~valid_BP, axis=-1, stable=True)
     tokens_BP = jnp.take_along_axis(tokens_BP, order_BP, axis=-1)

@@ -33,9 +33,9 @@ def filter_logits(
   top_p: jax.Array | float = 1.0,
   min_p: jax.Array | float = 0.0,
 ) -> jax.Array:
-  """Returns logits of the distribution to sample from, -inf for excluded ones.
+  """Returns logits of the distribution to sample from; -inf excludes a token.
 
-  The settings are numbers, or arrays [B] with one per row.
+  The settings are numbers, or arrays [B] with a number for each row.
 
   Args:
     logits_BV: the model's logits.
@@ -79,12 +79,12 @@ def filter_logits(
 
 
 def _likeliest(logits_BV, weight_BV, enough_B1):
-  """Returns logits of the fewest likeliest tokens of enough weight, else -inf.
+  """Keeps the logits of the likeliest tokens; all other logits become -inf.
 
-  Of tokens with equal logits the first are kept. At least one token is kept,
-  and all are if their total weight is below `enough_B1`. Bisection for the
-  least kept logit, and for the last kept token if several have that logit,
-  takes a tenth of the time of sorting.
+  As few tokens are kept as have a total weight of `enough_B1`: at least one,
+  and all if the weight of all is less. Of equal logits the first are kept.
+  Bisection for the least kept logit, and for the last kept token if several
+  have that logit, takes a tenth of the time of sorting.
   """
   enough_B1 = jnp.maximum(enough_B1, jnp.finfo(jnp.float32).tiny)
 
@@ -103,7 +103,7 @@ def _likeliest(logits_BV, weight_BV, enough_B1):
   is_least_BV = logits_BV == least_B1
 
   def first():
-    """Returns the mask of kept tokens, with only the first of equal ones."""
+    """Returns the mask of kept tokens, with the first of those that tie."""
     size = logits_BV.shape[-1]
 
     def kept(before_B1):

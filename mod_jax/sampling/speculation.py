@@ -28,10 +28,10 @@ class Draft(config_lib.Validated):
   """How tokens are proposed, and how many at a time.
 
   Attributes:
-    kind: `early`, the first blocks of the model and its head (LayerSkip,
-      Elhoushi et al. 2024); `never`, the model without its routed blocks;
-      `lookup`, the tokens after an earlier occurrence of the text's last tokens
-      (prompt lookup, Saxena 2023), which runs no model.
+    kind: what proposes tokens. `early`: the model's first blocks and its head
+      (LayerSkip, Elhoushi et al. 2024). `never`: the model without its routed
+      blocks. `lookup`: no model; the tokens after an earlier occurrence of the
+      text's last tokens are taken (prompt lookup, Saxena 2023).
     tokens: number of proposals per verification.
     layers: number of blocks that `early` runs; None for the model's
       `early_exit`.
@@ -48,7 +48,10 @@ class Draft(config_lib.Validated):
     return mode
 
   def complete(self, config: lm.LMConfig) -> 'Draft':
-    """Returns the draft with `layers` set for this model."""
+    """Returns the draft, with `layers` set if it is `early`, for a model.
+
+    Raises UserError if the model cannot have this draft.
+    """
     require(
       self.kind != 'never'
       or config.num_routed
@@ -107,8 +110,9 @@ def look_up(text_BT: jax.Array, length_B: jax.Array, count: int) -> jax.Array:
   """Returns `count` tokens that followed the text's last tokens earlier on.
 
   Of the earlier positions that match the longest suffix, of up to three tokens,
-  takes the latest. Proposals that would run past the end of the text repeat
-  periodically. `text_BT` holds garbage after `length_B` tokens.
+  takes the latest; without a match, the tokens are arbitrary. Proposals that
+  would run past the end of the text repeat periodically. `text_BT` holds
+  garbage after `length_B` tokens.
   """
   place_T = jnp.arange(text_BT.shape[1])
   last_B1 = length_B[:, None] - 1
@@ -139,8 +143,8 @@ def accept(
   """Verifies proposals; returns tokens_BL and count_B.
 
   The first `count_B` tokens of each row, 1 to L = D + 1, are the accepted
-  proposals and one token sampled from the model. They are distributed as if the
-  model had sampled all of them one by one.
+  proposals and one token sampled from the model. These tokens are distributed
+  as if the model had sampled them one by one.
 
   `draft_BDV` are the distributions that the proposals were sampled from, and
   `model_BLV` the model's distributions at these positions and the next one.

@@ -6,10 +6,10 @@ import numpy as np
 
 
 def greedy(best_L: np.ndarray, blank: int = 0) -> tuple[list[int], list[int]]:
-  """Returns labels, and the frame at which each begins, of the best path.
+  """Returns the labels of the best path, and the frame where each one begins.
 
-  `best_L` has the likeliest label of each frame; repetitions are merged, and
-  then blanks removed.
+  `best_L` has the likeliest label of each frame. Repeated labels are merged,
+  then blanks are removed.
   """
   starts = np.diff(best_L, prepend=-1) != 0
   frames = np.flatnonzero(starts & (best_L != blank))

@@ -48,7 +48,6 @@ _BATCH = 32  # Pictures that are predicted at a time.
 
 
 def define_flags() -> None:
-  """Defines the flags of `main`."""
   flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
   flags.DEFINE_string(
     'step', None, 'Checkpoint, or best; by default the newest.'
@@ -148,7 +147,10 @@ def _sample(task, trained):
 
 
 def _predict(run) -> list[str]:
-  """Prints predictions for the files of --predict; returns unreadable files."""
+  """Prints the predictions of --predict; returns the files it cannot read.
+
+  Also writes the predictions to the file of --predictions, if there is one.
+  """
   path = flags.FLAGS.predictions
   if path is not None and not path.endswith(('.csv', '.json')):
     raise UserError(f'--predictions={path}: expected a .csv or .json file.')
@@ -192,7 +194,7 @@ def _files(patterns: str) -> list[str]:
 
 
 def _contents(run, files):
-  """Yields for each file its row, and the text or objects in it as a str."""
+  """Yields (row, text) per file; a row has an `error` if it cannot be read."""
   for file in files:
     try:
       (content,) = run.predict(file)
@@ -207,7 +209,7 @@ def _contents(run, files):
 
 
 def _classes(run, files):
-  """Yields for each picture its row, with probabilities, and these as a str."""
+  """Yields (row, text) per picture; a row has `probabilities` or `error`."""
   for chunk in itertools.batched(files, _BATCH):
     images, rows = [], [{'file': file} for file in chunk]
     for row in rows:

@@ -25,7 +25,6 @@ _PROGRAMS = '~/.cache/mod_jax/programs'
 
 
 def define_flags() -> None:
-  """Defines the flags of `main`."""
   flags.DEFINE_string('model', None, 'Directory of the model.', required=True)
   cli.define_dtype()
   flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')

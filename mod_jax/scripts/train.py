@@ -38,7 +38,6 @@ _OF_SINGLE_RUNS = (
 
 
 def define_flags() -> None:
-  """Defines the flags of `main`."""
   flags.DEFINE_string(
     'config',
     None,

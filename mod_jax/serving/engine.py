@@ -325,7 +325,7 @@ class Engine:
     return request.id
 
   def encode(self, prompt: str | Sequence[int]) -> list[int]:
-    """Returns a prompt's tokens; UserError if none, or not in the vocabulary."""
+    """Returns a prompt's tokens; UserError for none, or for an unknown one."""
     if isinstance(prompt, str):
       if self.tokenizer is None:
         raise UserError('this model has no tokenizer: give tokens.')
@@ -381,7 +381,7 @@ class Engine:
     return count
 
   def _checked_extras(self, frequency, presence, bias, num_likeliest):
-    """Checks keywords of `extras_of`; returns those that are not the default."""
+    """Checks keywords of `extras_of`; returns those that are not defaults."""
     for name, value in (('frequency', frequency), ('presence', presence)):
       require(-2 <= value <= 2, '-2 to 2', **{f'{name}_penalty': value})
     size = self._program.config.vocab_size

@@ -349,7 +349,7 @@ class _Server:
       self._taken -= count
 
   async def _read_chat(self, asked) -> tuple[list[list[int]], dict[str, Any]]:
-    """Returns a list of one prompt's tokens, and further settings of a `VLM`."""
+    """Returns the tokens, as a list of one prompt, and a `VLM`'s settings."""
     most = self.engine.max_length
     messages = [m.model_dump(exclude_unset=True) for m in asked.messages]
     if not isinstance(self._run.config, vlm.VLMConfig):

@@ -51,7 +51,7 @@ class Run:
 
 
 def read(workdir, name: str | None = None) -> Run:
-  """Reads the run in a directory.
+  """Reads the run in a directory, whose name the run gets if `name` is None.
 
   Raises:
     UserError: there is no run, or it has no metrics yet.
@@ -128,7 +128,7 @@ class Comparison:
     }
 
   def __str__(self) -> str:
-    """Returns the rows, and how configs differ from the first run's."""
+    """Returns the rows, and how each config differs from the first run's."""
     lines = [[name.replace('_', ' ') for name in ('run', *_FORMS)]]
     for row in self.rows:
       cells = (
@@ -161,7 +161,7 @@ class Comparison:
 
 
 def names(workdirs: Sequence[str]) -> list[str]:
-  """Returns unique names for runs: as few last parts of paths as possible."""
+  """Returns unique ends of paths as names; UserError if two paths are equal."""
   paths = [pathlib.PurePath(str(workdir)).parts for workdir in workdirs]
   for count in range(1, max(map(len, paths)) + 1):
     short = ['/'.join(parts[-count:]) for parts in paths]

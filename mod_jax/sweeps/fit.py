@@ -60,7 +60,7 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
-  """A curve and its minimum by each method; a str tells why there is none."""
+  """A curve and its minimum by each method; a str says why one is missing."""
 
   curve: Curve
   parabola: optimum.Minimum | str
@@ -98,7 +98,7 @@ def _curve(group, budget, runs) -> Curve:
 def fit(
   all_curves: Sequence[Curve],
 ) -> tuple[list[Fitted], dict[str, optimum.Surface | str]]:
-  """Returns each curve fitted, and each group's surface or why it has none."""
+  """Returns each fitted curve, and by group a surface or why there is none."""
   equal = [curve for curve in all_curves if curve.equal and len(curve.loss_I)]
   noise = {curve.budget: _noise(equal, curve.budget) for curve in equal}
   surfaces = {}
@@ -133,7 +133,7 @@ def fit(
 
 
 def _noise(equal: Sequence[Curve], budget: float) -> optimum.Noise | None:
-  """Returns the noise of a budget's runs, or of all runs if these are few."""
+  """Returns the noise of a budget's runs, or if they are few, of all runs."""
   # Noise may depend on the budget, for instance if it is just enough for some
   # of the runs to learn something.
   alone, pooled = (
@@ -154,11 +154,12 @@ def _or_why(function, *args):
 def comparisons(
   fitted: Sequence[Fitted], reference: str
 ) -> list[dict[str, Any]]:
-  """Compares the minima with the reference group's; a row for each method.
+  """Compares the minima of groups with the reference group's at each budget.
 
-  The `compute_multiplier` of a group is the factor on the training FLOPs with
-  which the reference would reach the group's loss, by the slope of the
-  reference's minima at neighbouring budgets. It is missing if the reference has
+  Returns a row for each group, budget and method that found both minima. The
+  `compute_multiplier` of a group is the factor on the training FLOPs with which
+  the reference would reach the group's loss, by the slope of the reference's
+  minima at neighbouring budgets. The multiplier is missing if the reference has
   fewer than two minima.
   """
   rows = []
@@ -194,7 +195,7 @@ def comparisons(
 
 
 def _slopes(baselines: Iterable[Fitted], method: str) -> dict[float, float]:
-  """Returns d loss / d ln FLOPs of the minima, by budget."""
+  """Returns d loss / d ln FLOPs by budget; {} if there are fewer than two."""
   minima = {
     f.curve.budget: getattr(f, method).loss.value
     for f in baselines
@@ -212,7 +213,7 @@ def _slopes(baselines: Iterable[Fitted], method: str) -> dict[float, float]:
 def pooled(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
   """Averages a group's compute multipliers over budgets, in logarithms.
 
-  A budget's weight is the inverse variance of its draws.
+  A budget's weight is the inverse variance of the logarithms of its draws.
   """
   by_curve = {}
   for row in compared:
@@ -284,7 +285,7 @@ def at_equal_steps(results: Results) -> list[dict[str, Any]]:
 
 
 def causal(results: Results) -> list[dict[str, Any]]:
-  """Returns mean losses under causal rules, minus those under top-k."""
+  """Returns by group, budget and causal rule the mean loss minus top-k's."""
   differences = {}
   for entry, result in results:
     for rule, loss in _causal_losses(result).items():
@@ -299,7 +300,7 @@ def causal(results: Results) -> list[dict[str, Any]]:
 
 
 def _causal_losses(result) -> dict[str, float]:
-  """Returns the losses by routing rule, except top-k."""
+  """Returns a result's loss under each routing rule except top-k."""
   losses = {}
   for name, value in result['metrics'].items():
     rule, _, metric = name.partition('/')
@@ -432,7 +433,7 @@ def _written(estimate, form) -> str:
 def rows(
   results: Results, dense_flops: Mapping[float, float]
 ) -> list[dict[str, Any]]:
-  """Returns the lines of `isoflop.csv`, by column."""
+  """Returns for each run its line of `isoflop.csv`, as a dict by column."""
   lines = []
   rules = {rule: None for _, r in results for rule in _causal_losses(r)}
   for entry, result in results:
@@ -462,7 +463,7 @@ def rows(
 def best_dense(fitted: Sequence[Fitted], reference: str) -> dict[float, float]:
   """Returns the FLOPs of a forward pass of the best dense model, by budget.
 
-  Where no minimum was fitted, it is the model with the lowest mean loss.
+  The best model is at the parabola's minimum, or else has the least mean loss.
   """
   flops_by_budget = {}
   for f in fitted:
@@ -488,7 +489,7 @@ def main(_) -> None:
 
 
 def write(workdir) -> str:
-  """Fits the results of a sweep and writes the files; returns the table.
+  """Fits a sweep's results, writes the module's files, returns the table.
 
   Raises:
     UserError: there is no sweep, or no run of it is finished.
@@ -546,7 +547,7 @@ def _pictures(fitted: Sequence[Fitted]) -> dict[str, list[Fitted]]:
   """Returns the curves of each picture, by name.
 
   `isoflop` shows the groups that have several budgets, `variants` all groups at
-  the budgets of the groups that have only one.
+  the budgets of the groups that have only one budget.
   """
   budgets = {}
   for f in fitted:
@@ -561,7 +562,7 @@ def _pictures(fitted: Sequence[Fitted]) -> dict[str, list[Fitted]]:
 
 
 def _drawn(own: Fitted, dense_flops) -> dict[str, Any]:
-  """Returns the input of `viz.isoflop` for a curve."""
+  """Returns a fitted curve as `viz.isoflop` takes it."""
   curve, minimum = own.curve, own.parabola
   best = dense_flops.get(curve.budget)
   fields = {

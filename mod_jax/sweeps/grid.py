@@ -26,7 +26,7 @@ Axes = Mapping[str, Sequence[Any]]  # Values by dotted field.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-  """A finished run of a sweep."""
+  """A run of a sweep that has finished or diverged."""
 
   name: str  # Name of the run's directory, inside the sweep's.
   values: dict[str, Any]  # Values of the sweep's fields, by dotted name.
@@ -38,13 +38,13 @@ class Point:
 def parse(
   config: ExperimentConfig, texts: Sequence[str]
 ) -> dict[str, tuple[Any, ...]]:
-  """Parses axes such as `seed=0,1,2`, of fields of a config.
+  """Returns the values of each field of a config in texts like `seed=0,1,2`.
 
   Values are written as on the command line. Commas within brackets or quotes
-  do not separate them.
+  do not separate values.
 
   Raises:
-    UserError: there is no such field, or there are no values.
+    UserError: a field is unknown or named twice, or its values do not fit.
   """
   axes = {}
   for text in texts:
@@ -69,7 +69,7 @@ def parse(
 def points(
   config: ExperimentConfig, axes: Axes
 ) -> list[tuple[str, ExperimentConfig]]:
-  """Returns name and config of each point, the last axis varying fastest.
+  """Returns name and config of each combination, the last axis varying fastest.
 
   Raises:
     UserError: a field is unknown, a value is not allowed, or two points have
@@ -188,7 +188,7 @@ def _finished(jobs, results, axes) -> list[Point]:
 
 
 def _main(job, metrics) -> dict[str, float]:
-  """Returns the main metrics in the order of the modes of evaluation."""
+  """Returns a job's main metrics, in the order of the task's `eval_modes`."""
   _, last_phase = phases.expand(job.config, job.folder)[-1]
   task = make_task(last_phase)
   order = {prefix: i for i, prefix in enumerate(task.eval_modes())}
@@ -218,7 +218,7 @@ def table(points: Sequence[Point]) -> str:
 
 
 def picture(points: Sequence[Point]) -> 'Figure | None':
-  """Draws accuracy against compute; None if no point has both metrics.
+  """Draws accuracy against compute; None if no point has both as main metrics.
 
   A line joins the points that differ in the last field only.
   """

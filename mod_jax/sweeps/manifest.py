@@ -35,7 +35,10 @@ class Entry:
 
 
 def write(workdir, entries: Sequence[Entry]) -> str:
-  """Writes the manifest of a sweep; returns the hash over all its lines."""
+  """Writes the manifest of a sweep; returns the hash over all its lines.
+
+  Raises UserError if runs of another manifest have begun in `workdir`.
+  """
   lines = [
     vars(entry) | {'config': json.loads(config_lib.to_json(entry.config))}
     for entry in entries

@@ -5,15 +5,16 @@ the logarithm of the parameters (Hoffmann et al. 2022, approach 2). The second
 fits one surface `E + A/N^a + B/D^b` of N parameters and D tokens to the losses
 of all budgets (their approach 3), by variable projection.
 
-Losses at equal FLOPs are not exactly a parabola, and the error of its minimum
-grows with the range of the sizes and their asymmetry about the minimum (arXiv
-2603.22339). So the interval of a minimum covers both noise and the shape of the
-curve: it pools draws of the parabola with draws of curves `E + u/N^a + v·N^b`,
-whose exponents cover the range of published ones.
+Losses at equal FLOPs are not exactly a parabola. The error of a parabola's
+minimum grows with the range of the sizes and their asymmetry about the minimum
+(arXiv 2603.22339). So the interval of a minimum covers both noise and the shape
+of the curve: it pools draws of the parabola with draws of curves `E + u/N^a +
+v·N^b`, whose exponents cover the range of published ones.
 
-Three sizes are too few for either. If they lie around the expected optimum, the
-mean of their losses still compares two groups of models: it is above the least
-loss by what the curve rises on its sides, which is much the same in both.
+Three sizes are too few for either method. If the sizes lie around the expected
+optimum, the mean of their losses still compares two groups of models: this mean
+exceeds the least loss by what a curve rises on its sides, and the curves of two
+groups rise much alike.
 
 The noise of a run's loss is assumed to be normal, with the same variance in all
 runs of a budget. Intervals have a level of 90%. Suffixes: I runs, R draws, G
@@ -87,7 +88,7 @@ class Noise:
   freedom: int
 
   def draw(self, rng, count: int) -> np.ndarray:
-    """Draws standard deviations, given the estimated variance."""
+    """Draws `count` standard deviations, given the estimated variance."""
     chi_R = rng.chisquare(self.freedom, count) / self.freedom
     return np.sqrt(self.variance / np.maximum(chi_R, 1e-12))
 
@@ -95,8 +96,8 @@ class Noise:
 def noise(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Noise | None:
   """Estimates noise from the residuals of the parabolas of all curves.
 
-  Curves are pairs of parameters [I] and losses [I]; the result is None if they
-  leave no degrees of freedom.
+  Curves are pairs of parameters [I] and losses [I]. The result is None if the
+  curves leave no degrees of freedom.
   """
   squares, freedom = 0.0, 0
   for params_I, loss_I in curves:
@@ -161,7 +162,7 @@ def of_three_sizes(
   parameters. The interval of the loss covers the noise of runs only.
 
   Raises:
-    NoMinimumError: there are not three sizes, or all have one run.
+    NoMinimumError: there are not three sizes, or the noise is unknown.
   """
   sizes, runs = np.unique(params_I, return_counts=True)
   if len(sizes) != 3:
@@ -180,7 +181,7 @@ def of_three_sizes(
 
 
 def _basis(x_I, shape):
-  """Returns the three basis functions of a shape of curve at x_I, [I, 3]."""
+  """Returns at x_I the three basis functions of one of `_SHAPES`, [I, 3]."""
   if shape is None:
     return np.stack([np.ones_like(x_I), x_I, x_I**2], axis=-1)
   left, right = shape
@@ -190,7 +191,7 @@ def _basis(x_I, shape):
 
 
 def _least(coefficient_R3, shape):
-  """Returns location and value of curves' minima, [R] each; nan if none."""
+  """Returns locations and values of R curves' minima, nan for a missing one."""
   constant_R, u_R, v_R = coefficient_R3.T
   with np.errstate(invalid='ignore', divide='ignore'):
     if shape is None:
@@ -251,7 +252,7 @@ class Surface:
     Tokens are interpolated over parameters, by a parabola in the logarithms.
 
     Raises:
-      NoMinimumError: the minimum does not lie between the sizes.
+      NoMinimumError: the minimum is not between the sizes, or lost in noise.
     """
     log_I = np.log(params_I)
     power = min(2, len(np.unique(log_I)) - 1)
@@ -361,7 +362,7 @@ def _terms(log_I2, pair_P2):
 
 
 def _refined(log_I2, loss_I, pair_2):
-  """Refines the grid's best pair; returns it, its terms and sum of squares."""
+  """Refines a pair of exponents; returns pair, terms and sum of squares."""
 
   def solve(log_2):
     return _least_squares(_terms(log_I2, np.exp(log_2)[None])[0], loss_I)

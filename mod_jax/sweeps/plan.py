@@ -169,9 +169,10 @@ class SweepConfig:
 def rate_search(
   sweep: SweepConfig, shapes: Sequence[Shape], rate: float
 ) -> SweepConfig:
-  """Returns the search for a sweep's learning rate, on its dense models.
+  """Returns a sweep that searches for the learning rate of a sweep's models.
 
-  Five rates, each twice the previous one, at the lowest budget with one seed.
+  It trains dense models with five rates, each twice the previous one, at the
+  lowest budget and with one seed.
 
   Args:
     sweep: the sweep.
@@ -195,11 +196,11 @@ def rate_search(
 
 
 def entries(sweep: SweepConfig) -> list[Entry]:
-  """Returns all runs of a sweep, the first seed of every budget first.
+  """Returns all runs of a sweep: those of the first seed, then the second.
 
   Raises:
-    UserError: a budget or a corpus is too small, or there are not enough sizes
-      around an expected optimum.
+    UserError: a budget or a corpus is too small, there are not enough sizes
+      around an expected optimum, or two runs would have the same name.
   """
   planned = []
   for i, budget in enumerate(sweep.budgets):
@@ -448,13 +449,13 @@ def _run(sweep, group, budget, shape) -> ExperimentConfig:
 
 
 def _expected(sweep, group, budget) -> float:
-  """Returns the parameters of the model that is expected to be best."""
+  """Returns the number of parameters that is expected to be best."""
   optimum_budget = sweep.optimum_budget or sweep.budgets[0]
   return group.optimum * (budget / optimum_budget) ** sweep.growth
 
 
 def _reference(sweep, budget) -> int | None:
-  """Returns forward FLOPs of the dense model that is expected to be best."""
+  """Returns `reference` of `facts`; None if no group of the sweep is dense."""
   group = next((g for g in sweep.groups if g.routing is None), None)
   if group is None:
     return None
@@ -477,7 +478,7 @@ def _check_steps(size, budget, run_facts):
 
 
 def _corpus_tokens(sweep) -> float | None:
-  """Returns the number of training tokens; None if it is unknown."""
+  """Returns how many training tokens the corpus has; None if unknown."""
   if sweep.corpus_tokens is not None:
     return sweep.corpus_tokens
   try:

@@ -44,13 +44,13 @@ class Job:
   origin: str
 
   def result(self) -> dict[str, Any] | None:
-    """Returns the result; None if there is none, or of another origin only."""
+    """Returns the result; None if there is none, or it has another origin."""
     result = _read(self.path)
     same = result is not None and result['manifest'] == self.origin
     return result if same else None
 
   def done(self) -> bool:
-    """Whether there is a result, as the first process finds it."""
+    """Whether there is a result; the first process decides this for all."""
     return parallel.first_says(self.result() is not None)
 
 
@@ -102,8 +102,8 @@ def train(
 ) -> list[Job]:
   """Trains the jobs that no other worker trains, and writes their results.
 
-  Calls `after` after each job that it tried to train. Returns the jobs that
-  have no result yet.
+  Calls `after` after each job that it found without a result. Returns the jobs
+  that have no result in the end.
   """
   with stop_lib.listening():
     for job in jobs:
@@ -200,17 +200,17 @@ def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
 
 
 def directory(workdir, entry: Entry):
-  """Returns the directory of a run."""
+  """Returns the directory of a run, `WORKDIR/runs/ID`."""
   return workdir_lib.expand(workdir) / manifest.RUNS / entry.id
 
 
 def result_path(workdir, entry: Entry):
-  """Returns the path of a run's result."""
+  """Returns the path of a run's result, `WORKDIR/results/ID.json`."""
   return workdir_lib.expand(workdir) / manifest.RESULTS / f'{entry.id}.json'
 
 
 def _read(path) -> dict[str, Any] | None:
-  """Reads a result; None if the file is missing or damaged."""
+  """Reads a result; None if the file is missing or, with a warning, damaged."""
   if not path.is_file():
     return None
   try:

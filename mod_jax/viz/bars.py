@@ -135,8 +135,8 @@ def compute_histogram(
 def error_by_learners(distance_KT, *, title: str, module: str) -> Figure:
   """Draws how each token's error falls with the number of learners.
 
-  `distance` is the distance of h(z, k) from the output of the dense module. A
-  column is a token, a row a number of learners k = 0, …, N. The colour is the
+  `distance` is the distance of h(z, k) (see `layers.acm`) from the dense
+  module's output. A column is a token, a row a k = 0, …, N. The colour is the
   ratio of the error to the error with no learner, on a linear scale from 0 to
   1; larger ratios look like 1. Tokens are sorted by their mean ratio over
   k = 1, …, N, so at the left are those whose error falls fastest. A second
@@ -234,7 +234,7 @@ def attention_ranks(
 
 
 def _sorted_errors(distance_KT) -> np.ndarray:
-  """Returns errors over the error at k = 0, columns sorted by their mean."""
+  """Returns ratios to the error at k = 0, if this is not 0; columns sorted."""
   some_T = distance_KT[0] > 0
   with np.errstate(over='ignore'):
     error_KT = distance_KT[:, some_T] / distance_KT[0, some_T]

@@ -24,7 +24,7 @@ def confusion_matrix(
   *,
   title: str = 'What each class is taken for',
 ) -> Figure:
-  """Draws the matrix of images [true class, predicted class].
+  """Draws the matrix of the numbers of images [true class, predicted class].
 
   A cell's colour is its share of the row, so the diagonal shows the recall. Of
   more than 30 classes, the 29 with the most errors are shown; all others

@@ -230,9 +230,10 @@ def corruption_curves(
 ) -> Figure:
   """Draws, for each corruption, accuracy above and mean compute below.
 
-  By the corruption's name, `curves` has the accuracies `adaptive` and `dense`,
-  and `load`, the mean share of all learners' cost: a number for each severity,
-  from 0, clean images. `budget` is the share that the model was trained for.
+  `curves` has for each corruption three sequences, with a number for each
+  severity from 0, the clean images: the accuracies `adaptive` and `dense`, and
+  `load`, the mean share of the cost of all learners. `budget` is the share that
+  the model was trained for.
   """
   columns = len(curves)
   body, panels = style.panels(
@@ -281,7 +282,7 @@ def _read(records) -> dict[tuple[str, str], np.ndarray]:
 
 
 def _by_rule(series, name) -> dict[str, np.ndarray]:
-  """Returns held-out series of a name by rule, in the order of `RULES`."""
+  """Returns a number's held-out series by rule, in the order of `RULES`."""
   rules = {
     key.removesuffix(name).rstrip('/'): value_2S
     for (kind, key), value_2S in series.items()
@@ -304,7 +305,7 @@ def _label(rule, classifier) -> str:
 
 
 def _smooth(value_T):
-  """Returns centred moving averages of values, which are reflected at ends."""
+  """Returns centred moving averages; values are reflected at both ends."""
   half = len(value_T) // 60
   window = np.full(2 * half + 1, 1 / (2 * half + 1))
   return np.convolve(np.pad(value_T, half, 'reflect'), window, 'valid')

@@ -23,7 +23,7 @@ def boxes(
 
   `found` has for each picture its boxes, (class name, score, (left, top, right,
   bottom) in pixels). `processed` has by the name of a routed layer the mask
-  [B, L] of the tokens that it processed.
+  [B, L] of the tokens that the layer processed.
   """
   images_BHWC = np.asarray(images_BHWC)
   body, axes_B, _ = images.image_grid(

@@ -318,7 +318,7 @@ def _write_numbers(axes, x_N, y_N, expert_N, color_E3):
 
 
 def _tinted(image_HWC, expert_L, color_E3, grid) -> np.ndarray:
-  """Returns the image in grey under colours, faded where tokens skip."""
+  """Returns the image in grey under colours, faded where patches skip."""
   expert_HW1 = images.over_pixels(expert_L, grid, image_HWC)
   grey_HWC = images.greyed(image_HWC)
   colored_HWC = grey_HWC * (1 - images.OVERLAY)

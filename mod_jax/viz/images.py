@@ -91,8 +91,8 @@ def merged_patches(
 ) -> Figure:
   """Draws which patches are one token after each block, a row per image.
 
-  Patches of equal `place_RBL` are one token. They are drawn in the mean colour
-  of all their pixels, with lines between different tokens.
+  Patches of equal `place_RBL` (see `routing.merging`) are one token. A token is
+  drawn in the mean colour of its pixels; lines separate different tokens.
   """
   images_BHWC = np.asarray(images_BHWC)
   place_BRL = np.moveaxis(np.asarray(place_RBL), 0, 1)
@@ -143,7 +143,7 @@ def attention_maps(
 
   The image is at the left of each row, then follows a map for each of H heads.
   The heads of a block share one colour scale. If a few values are far above all
-  others, the scale ends below them, and its colour bar in an arrow.
+  others, the scale ends below these, and an arrow at the colour bar shows this.
   """
   image_HWC, maps_RHL = np.asarray(image_HWC), np.asarray(maps_RHL, float)
   norms = [_heat_norm(map_HL) for map_HL in maps_RHL]
@@ -179,7 +179,7 @@ def keep_probability(
 ) -> Figure:
   """Draws for each stage a map: the share of images that keep each patch.
 
-  `mean_SL` are the shares, of `count` images.
+  `mean_SL` has these shares, from 0 to 1; `count` is the number of images.
   """
   norm = Normalize(0, 1)
   heat = {'cmap': HEAT, 'norm': norm}
@@ -252,8 +252,8 @@ def compute_extremes(
 
   First come up to `count` of the cheapest, the very cheapest first, then as
   many of the dearest, the very dearest first. Images of equal load keep their
-  order, and none is drawn twice. Loads are shares of all learners, of an image
-  (`load_B`) and of each of its patches (`load_BL`). B may be any number here.
+  order, and no image is drawn twice. The loads of images (`load_B`) and patches
+  (`load_BL`) are shares of all learners. B may be any number here.
   """
   load_B, total = np.asarray(load_B), len(load_B)
   count = min(count, total // 2 or 1)
@@ -296,9 +296,9 @@ def image_grid(
   `below` are texts by row and column, of which rows may be missing; `labels`
   are texts at the left of rows. `aspect` is the height of a patch over its
   width. The gap is wider after every `group` columns; `scale` leaves room for a
-  colour scale. Returns a part of the figure, the axes of each row, and the x at
-  which each column begins. (With axes for each picture, constrained layout
-  would take many seconds.)
+  colour scale. Returns the part of the figure below the titles, the axes of
+  each row, and the x at which each column begins. (With axes for each picture,
+  constrained layout would take many seconds.)
   """
   rows, columns = len(tiles), max(map(len, tiles))
   high, wide = grid
@@ -364,10 +364,10 @@ def image_grid(
 
 
 def greyed(image_HWC) -> np.ndarray:
-  """Returns a uint8 image in light grey, each channel from 0.4 to 1.
+  """Returns a uint8 image in light grey: floats [H, W, 3] from 0.4 to 1.
 
-  A colour drawn over it cannot be mistaken for one of the image, and looks
-  alike over its dark and bright parts.
+  A colour drawn over the grey cannot be mistaken for one of the image, and
+  looks alike over dark and bright parts.
   """
   grey_HW = 0.4 + 0.6 * (image_HWC @ [0.299, 0.587, 0.114]) / 255
   return np.repeat(grey_HW[..., None], 3, axis=-1)
@@ -385,7 +385,7 @@ def over_pixels(value_L, grid: tuple[int, int], image_HWC) -> np.ndarray:
 
 
 def veiled(image_HWC, seen_L, grid: tuple[int, int]) -> np.ndarray:
-  """Returns an image with all patches faded to grey except the seen ones."""
+  """Returns an image with a patch faded to grey unless its `seen_L` is > 0."""
   veiled_HWC = (1 - VEIL) * image_HWC + VEIL * _GREY
   seen_HW1 = over_pixels(seen_L, grid, image_HWC) > 0
   return np.where(seen_HW1, image_HWC, veiled_HWC.round().astype(np.uint8))
@@ -470,7 +470,7 @@ def _heat_norm(value_HL):
 
 
 def patch_inches(columns: int, grid: tuple[int, int]) -> float:
-  """Returns about how wide a patch is, in inches, given columns of pictures."""
+  """Returns a patch's rough width in inches, if pictures have `columns`."""
   return min(10 / columns, 1.7) / max(grid)
 
 

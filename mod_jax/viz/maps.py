@@ -146,8 +146,8 @@ def text_panels(
   """Returns a part of a figure, and its panels: rows of blocks above a text.
 
   `blocks` are the numbers of the blocks, and `apart` the indices of the rows
-  that get the colour `TRACK` and the name `gid`, unlike those of dense blocks.
-  A row is at least `least` inches high.
+  that get the colour `TRACK` and the name `gid`; other rows look like dense
+  blocks. A row is at least `least` inches high.
   """
   shown = [glyphs.display_piece(piece) for piece in pieces]
   longest = max(map(len, shown))

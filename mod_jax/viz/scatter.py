@@ -154,7 +154,7 @@ def accuracy_flops(
 
 
 def frontier(points: Iterable[Mapping]) -> list[Mapping]:
-  """Returns the points that no other beats, by ascending `flops`.
+  """Returns the points that no other point beats, by ascending `flops`.
 
   Points are as in `accuracy_flops`; of equal points only the first is returned.
   """
@@ -173,8 +173,8 @@ def seed_dots(
 ) -> Figure:
   """Draws a panel per group, a row per kind of run and a dot per run.
 
-  `groups` has by the names of a group and of a kind a number for each run;
-  kinds without runs are left out. A bar marks the mean of a row. Each panel has
+  `groups[group][kind]` has a number for each run of a kind; kinds without runs
+  are left out. A vertical bar marks the mean of a row. Each panel has
   its own x-axis, since numbers of different groups need not be comparable.
   """
   groups = {
@@ -213,16 +213,16 @@ def isoflop(
 ) -> Figure:
   """Draws losses over sizes, and over the FLOPs of a forward pass.
 
-  Groups have colours, budgets markers, and a dot is a run. A line is the fitted
-  parabola, its ring the minimum, with the interval of both coordinates. Figure
-  4 of Raposo et al. 2024.
+  A dot is a run: its colour is that of the group, its marker that of the
+  budget. A line is a fitted parabola. A ring marks its minimum, with lines for
+  the intervals of both coordinates. After Figure 4 of Raposo et al. 2024.
 
   A curve has `group`, `budget`, and the `params` and `loss` of its runs. If
-  there is a best dense model, it also has `flops`, those of the runs' forward
-  passes relative to that model's. A curve with a minimum has `line`, `minimum`
-  and `interval`, pairs of parameters and losses, and with `flops` also
-  `flops_line`, `flops_minimum` and `flops_interval`, the FLOPs in place of
-  these parameters.
+  there is a best dense model, the curve also has `flops`: the FLOPs of the
+  runs' forward passes relative to that model's. A curve with a minimum has
+  `line`, `minimum` and `interval`, pairs of parameters and losses. With `flops`
+  it also has `flops_line`, `flops_minimum` and `flops_interval`: FLOPs in place
+  of the parameters in these pairs.
   """
   curves = [curve for curve in curves if len(curve['loss'])]
   groups = list(dict.fromkeys(curve['group'] for curve in curves))
@@ -302,7 +302,7 @@ def engagement(
   facts: str,
   title: str,
 ) -> Figure:
-  """Draws entropies by the number of blocks, and the tokens at both ends.
+  """Draws entropies by number of blocks, and the most and least routed pieces.
 
   `groups` are entropies of predictions in nats, by how many of the routed
   blocks processed the token. `pieces` has, by piece of text, the mean share of

@@ -21,9 +21,9 @@ def load_over_time(
 ) -> Figure:
   """Draws the load of each frame above the spectrogram of each recording.
 
-  Each of `recordings` has samples [T], `rate` per second; the load of its
-  frames [L], in `unit`; the text to write above it; and the letters that were
-  recognised, with the index of each one's frame, to write below it.
+  A recording has samples [T], `rate` per second; the load of its frames [L], in
+  `unit`; the text to write above the load; and the recognised letters, each
+  with the index of its frame, to write below the spectrogram.
   """
   # Imported only here, since SciPy takes long to import.
   from scipy import signal

@@ -221,7 +221,7 @@ def quantity(count: float) -> str:
 
 
 def shortened(text: str, most: int = 40) -> str:
-  """Returns one line of at most `most` characters."""
+  """Returns a text as one line of at most `most` characters, cut if needed."""
   text = ' '.join(str(text).split())
   # Cut before `plain`, which writes a letter that no font has as an escape of
   # several characters: the escape must not be cut.
