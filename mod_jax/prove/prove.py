@@ -262,7 +262,7 @@ def run(
 
 
 def _row(config, candidates, cache) -> dict:
-  """Returns a run's line of `prove.csv`, which also has its dense twin."""
+  """Returns a run's line of `prove.csv`, with its dense twin's numbers."""
   proof = smallest(config, candidates, cache)
   derived = ('step_seconds', 'bound', 'bytes_per_flop', 'products_ratio')
   row = dataclasses.asdict(proof) | {

@@ -178,7 +178,7 @@ class Slice:
     return math.prod(self.sizes)
 
   def compiler(self) -> str:
-    """Returns the compiler's name and version; UserError if there is none."""
+    """Returns the compiler's name and version, or raises UserError if none."""
     for name in self.chip.compilers:
       with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return f'{name} {importlib.metadata.version(name)}'
@@ -226,9 +226,10 @@ class Slice:
 
 
 def parse(topology: str) -> list[Slice]:
-  """Returns [the slice] for a name such as `v5e:4x4`; UserError if unknown.
+  """Returns a list of the slice that has a name, such as `v5e:4x4`.
 
-  For a kind of chip, `v5e`, returns all its slices, the smallest first.
+  For the name of a kind of chip, `v5e`, the list has all slices of that kind,
+  the smallest first. Raises UserError for an unknown name.
   """
   match = re.fullmatch(r'(\w+)(?::(\d+(?:x\d+)*))?', topology)
   if not match or match[1] not in CHIPS:

@@ -463,7 +463,7 @@ class _Writer:
   def some_more(self, cache, text: '_Text'):
     """Reads the last token and draft tokens; returns results as `one_more`.
 
-    Of the tokens_BL in these results, the first `count_B` of each row count.
+    Of tokens_BL in these results, the first `count_B` of each row are new.
     """
     draft, mode = self.options.draft, self.options.mode
     vocab_size = self.model.config.vocab_size
@@ -531,7 +531,7 @@ class _Writer:
 
 @flax.struct.dataclass
 class _Text:
-  """The texts so far.
+  """The prompts, with the tokens that were added to them so far.
 
   Attributes:
     tokens_BT: each row's prompt without padding, its new tokens, then garbage.

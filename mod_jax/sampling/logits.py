@@ -81,7 +81,7 @@ def filter_logits(
 def _likeliest(logits_BV, weight_BV, enough_B1):
   """Keeps the logits of the likeliest tokens; all other logits become -inf.
 
-  As few tokens are kept as have a total weight of `enough_B1`: at least one,
+  As few tokens are kept as reach a total weight of `enough_B1`: at least one,
   and all if the weight of all is less. Of equal logits the first are kept.
   Bisection for the least kept logit, and for the last kept token if several
   have that logit, takes a tenth of the time of sorting.
@@ -127,7 +127,7 @@ def _largest(holds, low, high, steps):
   """Returns the largest integers, from `low` to `high`, for which `holds`.
 
   `holds` is True up to some integer and False above it; the result is `low` if
-  it is True for no larger integer. `high - low` is less than 2**steps.
+  `holds` is True for no larger integer. `high - low` is less than 2**steps.
   """
 
   def halve(_, bounds):

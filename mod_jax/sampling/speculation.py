@@ -48,7 +48,7 @@ class Draft(config_lib.Validated):
     return mode
 
   def complete(self, config: lm.LMConfig) -> 'Draft':
-    """Returns the draft, with `layers` set if it is `early`, for a model.
+    """Returns the draft for a model, with `layers` set if its kind is `early`.
 
     Raises UserError if the model cannot have this draft.
     """

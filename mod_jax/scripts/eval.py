@@ -257,7 +257,7 @@ def _list_studies(workdir):
 
 
 def main(_) -> None:
-  """Evaluates, samples, predicts or exports, as the flags say."""
+  """Evaluates, studies, samples, predicts or exports, as the flags say."""
   args = flags.FLAGS
   if 'list' in args.study:
     _list_studies(args.workdir)

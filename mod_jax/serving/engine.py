@@ -74,7 +74,7 @@ class Completion:
   """The whole continuation of a request."""
 
   text: str  # Without the stop text.
-  tokens: tuple[int, ...]  # Includes a stop text's, but not the end token.
+  tokens: tuple[int, ...]  # With a stop text's tokens, without the end token.
   log_probs: tuple[float, ...]  # Of these tokens, in nats.
   likeliest: tuple[Likeliest, ...]  # For each token, if requested.
   reason: Reason  # As in `Event`.
@@ -137,9 +137,9 @@ class Engine:
         print(event.id, event.text)
 
   A request's tokens depend only on its own prompt, settings and seed, up to
-  rounding: matrix products of several rows may sum in another order. Models
-  with random routing scores (a control) are an exception: the scores are drawn
-  in each step for all slots together.
+  rounding: matrix products for several requests may sum in another order.
+  Models with random routing scores (a control) are an exception: the scores are
+  drawn in each step for all slots together.
 
   Args:
     run: a language model, possibly one that reads pictures (a `VLM`), as
@@ -325,7 +325,7 @@ class Engine:
     return request.id
 
   def encode(self, prompt: str | Sequence[int]) -> list[int]:
-    """Returns a prompt's tokens; UserError for none, or for an unknown one."""
+    """Returns a prompt's tokens; raises UserError for none and unknown ones."""
     if isinstance(prompt, str):
       if self.tokenizer is None:
         raise UserError('this model has no tokenizer: give tokens.')
@@ -436,8 +436,8 @@ class Engine:
   def advance(self) -> list[Event]:
     """Dispatches one step, and returns the events of the steps before.
 
-    First ends cancelled requests, and gives free slots to waiting ones. If no
-    request can take part in a step, waits a little for a request's mask.
+    First ends cancelled requests, and gives free slots to waiting requests. If
+    no request can take part in a step, waits a little for a request's mask.
     """
     self._drop_cancelled()
     for slot, request in enumerate(self._in_slot):
@@ -709,7 +709,7 @@ class Engine:
 
 
 def _awaited(requests: Iterable[_Request]) -> list[concurrent.futures.Future]:
-  """Returns the futures of those masks that threads still compute."""
+  """Returns the futures of requests' masks that threads are still computing."""
   masks = [r.constraint.awaited for r in requests if r.constraint is not None]
   return [mask for mask in masks if mask is not None and not mask.done()]
 

@@ -124,7 +124,7 @@ class Grammars:
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
 
   def compile(self, schema: Mapping[str, Any]) -> Grammar:
-    """Compiles a JSON schema, in up to seconds; UserError if not supported."""
+    """Compiles a JSON schema in up to seconds, or raises UserError."""
     with self._lock:
       vocabulary = self._vocabulary
     matcher = llguidance.LLMatcher(

@@ -72,7 +72,7 @@ class Metrics:
         self._choices.labels(event.reason).inc()
 
   def text(self, load: Load | None, *, healthy: bool) -> bytes:
-    """Returns all metrics; if `load` is None, the last one's numbers stay."""
+    """Returns all metrics; if `load` is None, those of the last load stay."""
     self._healthy.set(healthy)
     begin = time.monotonic() - _WINDOW
     # Iterate over a copy, since the engine's thread may append meanwhile.

@@ -73,7 +73,7 @@ def _parts(content) -> Iterator[tuple[str, Any]]:
 
 
 def base64_of(url: str) -> str:
-  """Returns the base64 text in a `data:` URL; UserError for other URLs."""
+  """Returns the base64 text in a `data:` URL; others raise UserError."""
   head, comma, data = url.partition(',')
   if not (head.startswith('data:') and head.endswith(';base64') and comma):
     raise UserError(

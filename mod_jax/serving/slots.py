@@ -58,7 +58,7 @@ class Extras:
   top_B: jax.Array
 
   def changed(self, logits_BV, allowed_BW):
-    """Returns the logits with biases, less penalties; -inf if not allowed."""
+    """Returns logits with biases and penalties; -inf outside `allowed_BW`."""
     logits_BV = logits_BV + self.bias_BV
     logits_BV -= self.frequency_B[:, None] * self.count_BV
     logits_BV -= self.presence_B[:, None] * (self.count_BV > 0)

@@ -51,7 +51,7 @@ MAX_PIXELS = 2**25  # Of a picture; decoded, these take 100 MB.
 class TextProcess:
   """The server's side: calls methods of `_Texts` in forks of the process.
 
-  Threads may share it, except that only one of them may call `decode_after`.
+  Threads may share the object, but only one of them may call `decode_after`.
   """
 
   def __init__(self, kind: str, path: str, *, pretrained: bool):
@@ -161,7 +161,7 @@ class _Texts:
     self._kind, self._path = kind, path
 
   def encode(self, texts: list[str], most: int) -> list[list[int]]:
-    """Returns the tokens of each prompt; refuses prompts above `most`."""
+    """Returns the tokens of each prompt; refuses more than `most` in one."""
     return [self._tokens(self._encode, text, most) for text in texts]
 
   def encode_chat(self, messages: list[dict], most: int) -> list[list[int]]:
@@ -170,7 +170,7 @@ class _Texts:
     return [self._tokens(self._tokenizer.encode_chat, text, most)]
 
   def encode_parts(self, texts: list[str], most: int) -> list[list[int]]:
-    """Returns the tokens of each part of a text; refuses parts above `most`."""
+    """Returns the tokens of each part of a text, at most `most` in one."""
     return [self._tokens(self._tokenizer.encode, text, most) for text in texts]
 
   def fit_picture(self, encoded: str, fit: dict) -> str:

@@ -161,7 +161,7 @@ class Comparison:
 
 
 def names(workdirs: Sequence[str]) -> list[str]:
-  """Returns unique ends of paths as names; UserError if two paths are equal."""
+  """Returns unique ends of paths as names; equal paths raise UserError."""
   paths = [pathlib.PurePath(str(workdir)).parts for workdir in workdirs]
   for count in range(1, max(map(len, paths)) + 1):
     short = ['/'.join(parts[-count:]) for parts in paths]

@@ -546,8 +546,8 @@ def _best_runs(workdir, results, budget) -> list[compare.Run]:
 def _pictures(fitted: Sequence[Fitted]) -> dict[str, list[Fitted]]:
   """Returns the curves of each picture, by name.
 
-  `isoflop` shows the groups that have several budgets, `variants` all groups at
-  the budgets of the groups that have only one budget.
+  `isoflop` shows the groups that have several budgets, or all if none has.
+  `variants` shows all groups at the budgets of the groups with a single budget.
   """
   budgets = {}
   for f in fitted:

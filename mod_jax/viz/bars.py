@@ -33,8 +33,8 @@ def score_histogram(
   """Draws a histogram of router scores for each routed block.
 
   The chosen tokens and the others are stacked, so a bar's full height counts
-  all tokens of that score. Lines mark the scores above which the causal rules
-  choose a token: 0, and the block's moving threshold if `thresholds` [R] has
+  all tokens of that score. Lines mark the least scores that the causal rules
+  choose: 0, and the block's moving threshold if `thresholds` [R] has a finite
   one. The outermost bins include all scores beyond them (at most 0.2% of the
   tokens). Scores that are not finite, such as those of padding, are left out.
   """
@@ -205,10 +205,11 @@ def attention_ranks(
   facts: str,
   title: str,
 ) -> Figure:
-  """Draws the rank of each block's attention map, over the largest possible.
+  """Draws for each block the rank of its attention map, as one of `shares`.
 
-  `routed` are the blocks that the model routes, `suggested` those with the
-  lowest of the `shares`; `facts` are written above the panel.
+  `shares` are fractions of the largest possible rank. `routed` are the blocks
+  that the model routes, `suggested` the blocks with the lowest shares. `facts`
+  are written above the panel.
   """
   blocks, suggested = np.arange(len(shares)), list(suggested)
   body, (axes,) = style.panels(

@@ -3,7 +3,7 @@
 Shapes: B images, at most eight, of H x W pixels; R blocks; S pruning stages; L
 patches, numbered row by row from the top left, without a class token. `images`
 are uint8 RGB, `grid` is (rows, columns) of patches, `layers` and `blocks` are
-the numbers of blocks, counted from 0, and `labels` a text for each image.
+the numbers of blocks, counted from 0, and `labels` are texts for the images.
 """
 
 from collections.abc import Sequence

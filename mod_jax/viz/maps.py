@@ -143,11 +143,12 @@ def text_panels(
   least: float = 0.085,
   gid: str = '',
 ) -> tuple[SubFigure, list[Panel]]:
-  """Returns a part of a figure, and its panels: rows of blocks above a text.
+  """Returns the figure's part below its titles, and its panels.
 
-  `blocks` are the numbers of the blocks, and `apart` the indices of the rows
-  that get the colour `TRACK` and the name `gid`; other rows look like dense
-  blocks. A row is at least `least` inches high.
+  A panel has rows of blocks above a part of the text. `blocks` are the numbers
+  of the blocks, and `apart` the indices of the rows that get the colour `TRACK`
+  and the name `gid`; other rows look like dense blocks. A row is at least
+  `least` inches high.
   """
   shown = [glyphs.display_piece(piece) for piece in pieces]
   longest = max(map(len, shown))

@@ -38,10 +38,10 @@ def importance_scatter(
 ) -> Figure:
   """Draws the importance of N tokens against their scores, a panel per block.
 
-  `correlations` have, for each of the R blocks in `layers`, `pearson`,
-  `pearson_p`, `spearman` and `spearman_p`, NaN if scores or importances are
-  constant. If scores are not constant, a line fitted by least squares shows the
-  trend.
+  `correlations` have, for each of the R blocks in `layers`, `pearson` and
+  `spearman`, NaN if scores or importances are constant, and the p-values
+  `pearson_p` and `spearman_p`. If scores are not constant, a line fitted by
+  least squares shows the trend.
   """
   body, panels = style.panels(
     title,
@@ -174,8 +174,8 @@ def seed_dots(
   """Draws a panel per group, a row per kind of run and a dot per run.
 
   `groups[group][kind]` has a number for each run of a kind; kinds without runs
-  are left out. A vertical bar marks the mean of a row. Each panel has
-  its own x-axis, since numbers of different groups need not be comparable.
+  are left out. A vertical bar marks the mean of a row. Each panel has its own
+  x-axis, since numbers of different groups need not be comparable.
   """
   groups = {
     group: {name: values for name, values in rows.items() if len(values)}
