@@ -31,7 +31,7 @@ TRIED = contextvars.ContextVar('tried', default=())
 
 @contextlib.contextmanager
 def setting(variable: contextvars.ContextVar, value):
-  """Returns a context in which a variable has another value."""
+  """Context manager: gives a context variable another value for its body."""
   token = variable.set(value)
   try:
     yield
@@ -40,14 +40,10 @@ def setting(variable: contextvars.ContextVar, value):
 
 
 def interpret(backend: str | None = None):
-  """Returns a context in which kernels requested by name are interpreted.
+  """Returns a context manager; programs traced in it interpret the kernels.
 
-  For tests: slow, but works on any machine. It applies while programs are
-  traced.
-
-  Args:
-    backend: backend to interpret where none is requested; None leaves those
-      cases unchanged.
+  For tests: slow, but works on any machine. Kernels must be requested by name.
+  Where no backend is requested, `backend` is interpreted, if given.
   """
   return setting(_INTERPRET, (True, backend))
 
@@ -98,10 +94,10 @@ def at_most(size, most: int) -> int:
 def wrong_types(
   names: str, arrays, types=('float32', 'bfloat16')
 ) -> str | None:
-  """Returns why kernels do not support dtypes, or None; see `Backend.lacks`.
+  """Returns why kernels do not support the arrays' dtypes, or None if they do.
 
   Args:
-    names: names of the arrays, for the message.
+    names: names of the arrays, for the message (see `Backend.lacks`).
     arrays: arrays, which must all have the same dtype.
     types: names of the dtypes that kernels support.
   """
@@ -114,7 +110,7 @@ def wrong_types(
 
 @functools.cache
 def missing(backend: str) -> str | None:
-  """Returns what must be installed before a backend can be traced, or None."""
+  """Returns a missing package that a backend needs, with a remedy, or None."""
   if backend == 'triton':
     for module in ('triton', 'jax_triton'):
       if importlib.util.find_spec(module) is None:
@@ -152,7 +148,7 @@ class Backend:
   suits: Callable[..., bool] = lambda *args: True
 
   def function(self, name: str) -> Callable:
-    """Returns one of the operation's functions."""
+    """Returns a function of this name; imports a module given by its name."""
     module = self.module
     if isinstance(module, str):
       module = importlib.import_module(module)
@@ -169,17 +165,16 @@ class Op:
     self.backends = list(backends)
 
   def register(self, backend: Backend) -> None:
-    """Adds a backend, which is preferred to the existing ones.
+    """Adds a backend, which is preferred to the existing backends.
 
-    Raises:
-      ValueError: there is a backend of this name.
+    Raises ValueError if there is a backend of this name.
     """
     if any(backend.name == other.name for other in self.backends):
       raise ValueError(f'name={backend.name!r} is that of another backend.')
     self.backends.insert(0, backend)
 
   def choose(self, implementation: str | None, *args) -> tuple[str, ...]:
-    """Returns the names of the backends that may run, in order.
+    """Returns the names of the backends that may run, in order of preference.
 
     Args:
       implementation: name of the requested backend; None for any.
@@ -217,7 +212,7 @@ class Op:
     return (implementation,)
 
   def run(self, function: str, chosen: Sequence[str], *arrays, **static):
-    """Runs a function of one of the backends.
+    """Runs a function of one of the backends, and returns its results.
 
     Args:
       function: name of the function in the backends' modules.
@@ -262,8 +257,8 @@ class Op:
 def _compute(backend, function, static_args, settings):
   """Returns a jitted function of arrays, which imports the backend when called.
 
-  Equal arguments give the same function, so it is compiled once, even if it is
-  called outside of `jax.jit`. Other `settings` give a function to trace anew.
+  Equal arguments give the same function, which is hence compiled only once,
+  even if called outside of `jax.jit`. With other `settings`, JAX traces anew.
   """
   del settings
 
@@ -275,7 +270,7 @@ def _compute(backend, function, static_args, settings):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def only_on(x, platform: str, implementation: str):
-  """Returns x, but raises when lowered for a platform other than `platform`.
+  """Returns x; raises RuntimeError when lowered for another platform.
 
   Tracing does not raise, since it does not determine the platform.
 
@@ -283,9 +278,6 @@ def only_on(x, platform: str, implementation: str):
     x: an operand of the kernel, so that the check comes before the kernel.
     platform: platform for which the kernel is compiled.
     implementation: name of the backend, for the message.
-
-  Raises:
-    RuntimeError: lowered for another platform.
   """
   return _only_on_p.bind(x, platform=platform, implementation=implementation)
 

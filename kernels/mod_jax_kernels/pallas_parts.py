@@ -13,7 +13,7 @@ VMEM_BYTES = 60 * 2**20
 
 
 def product(a, b, contract=(1, 0)):
-  """Returns a matrix product in float32; `contract` names the summed axes."""
+  """Returns a product in float32; sums over the axes `contract` of a and b."""
   # By default float32 operands would be rounded to bfloat16.
   exact = a.dtype == jnp.float32
   return jax.lax.dot_general(
@@ -43,7 +43,7 @@ def block_of(length: int, most: int) -> int:
 def of_present(kernel, inputs):
   """Returns a kernel that takes blocks only of the inputs that are not None.
 
-  It calls `kernel` with None in the places of the other inputs.
+  The returned kernel calls `kernel` with None in place of every absent input.
   """
 
   def present(*refs):
@@ -56,7 +56,7 @@ def of_present(kernel, inputs):
 
 
 def interpret():
-  """Returns the argument `interpret` of `pallas_call`."""
+  """Returns the argument `interpret` of `pallas_call`; False to compile."""
   if dispatch.interpreting():
     return pltpu.InterpretParams(uninitialized_memory='nan')
   return False

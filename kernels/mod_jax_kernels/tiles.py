@@ -18,9 +18,7 @@ Sizes = Mapping[str, int]
 def choose(table: Mapping[str, Mapping[str, Sizes]], backend: str) -> Sizes:
   """Returns the sizes for the device for which a program is traced.
 
-  Args:
-    table: an operation's `TILES`.
-    backend: name of the backend, such as `triton`.
+  `table` is an operation's `TILES`. Sizes set by `trying` take precedence.
   """
   rows = table[backend]
   kind = device_kind(dispatch.PLATFORMS[backend])
@@ -29,7 +27,7 @@ def choose(table: Mapping[str, Mapping[str, Sizes]], backend: str) -> Sizes:
 
 
 def trying(**sizes: int):
-  """Returns a context in which programs are traced with these sizes."""
+  """Returns a context manager; programs traced in it have these sizes."""
   return dispatch.setting(dispatch.TRIED, tuple(sizes.items()))
 
 

@@ -136,7 +136,7 @@ def _poisoned(shape, dtype):
 
 @functools.cache
 def interpreted(kernel):
-  """Returns an interpreted version of a `triton.jit` function."""
+  """Returns a `triton.jit` function to interpret; patches the interpreter."""
   from triton.runtime.interpreter import InterpretedFunction
   from triton.runtime.jit import JITFunction
 
@@ -157,7 +157,7 @@ def interpreted(kernel):
 
 @functools.cache
 def _mend_dot():
-  """Fixes bfloat16 products: the interpreter multiplies bits as integers."""
+  """Patches the interpreter, which multiplies bits of bfloat16 as integers."""
   import triton.language as tl
   from triton.runtime import interpreter
 

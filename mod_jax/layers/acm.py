@@ -113,10 +113,11 @@ class ACMConfig(Slot):
 
 
 def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
-  """Returns an adaptive FFN that costs as much as a dense one.
+  """Returns an adaptive FFN, all of whose learners cost as much as a dense FFN.
 
-  By default its gate may choose no learners. `hidden` is the dense FFN's number
-  of hidden units; keywords are fields of `ACMConfig`.
+  By default the gate may choose no learners. `hidden` is the dense FFN's number
+  of hidden units, which the number of learners must divide (else UserError).
+  `kwargs` are fields of `ACMConfig`.
   """
   learners = kwargs.get('num_learners', ACMConfig.num_learners)
   require(
@@ -131,9 +132,9 @@ def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
 
 
 def projection_config(inputs: int, outputs: int, **kwargs) -> ACMConfig:
-  """Returns an adaptive projection that costs as much as a dense one.
+  """Returns an adaptive projection whose learners cost as much as a dense one.
 
-  At least one learner runs. Keywords are fields of `ACMConfig`.
+  At least one learner runs. `kwargs` are fields of `ACMConfig`.
   """
   learners = kwargs.get('num_learners', ACMConfig.num_learners)
   # Match the parameters: the dense map has inputs · outputs + outputs, and a
@@ -158,8 +159,8 @@ class Choice:
 
   Attributes:
     learners_BL: int32 number of learners of each token.
-    logits_BLM: float32 logits of the choices; None for a fixed number.
-    one_hot_BLM: the choice, with gradients of the soft one (straight-through);
+    logits_BLM: float32 logits of the choices; None if `Learners` is a number.
+    one_hot_BLM: the choice, with the gradient of a softmax (straight-through);
       None outside of training.
     valid_BL: False for padding, empty slots and dropped tokens; None if all
       tokens are valid.
@@ -270,7 +271,7 @@ class ACM(nn.Module):
     return self._chosen(z_BLD, choice.learners_BL), choice
 
   def _chosen(self, z_BLD, learners_BL):
-    """Returns the sum of the chosen learners; runs only those."""
+    """Returns y_BLD: the sum of each token's first `learners_BL` learners."""
     config = self.config
 
     def run(z_BLD, up_NDF, bias_NF, down_NFD, learners_BL):
@@ -311,7 +312,7 @@ class ACM(nn.Module):
     return dense.einsum('NBLF,NFD->NBLD', hidden_NBLF, self.down_NFD)
 
   def _sum(self, z_BLD, *, learners=None, runs_BLN=None):
-    """Returns the sum of the first `learners`, weighted by `runs_BLN`."""
+    """Returns the first `learners`' sum; `runs_BLN` are weights, None for 1."""
     if learners == 0:
       return jnp.zeros((*z_BLD.shape[:2], self.config.outputs), self.dtype)
     hidden_BLNF = self._hidden(

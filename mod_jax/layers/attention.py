@@ -67,7 +67,7 @@ class AttentionConfig:
 
   @functools.cached_property
   def projections(self) -> dict[str, Slot]:
-    """The slots of query, key, value and out, by name."""
+    """Module slots (`slots.py`) `query`, `key`, `value` and `out`, by name."""
     inner = ('heads', 'head_dim')
     qkv_bias = self.bias if self.qkv_bias is None else self.qkv_bias
     projections = {
@@ -102,11 +102,12 @@ class AttentionConfig:
   ) -> dict[str, int]:
     """Returns forward FLOPs by part for one sequence.
 
-    Counts only pairs of query and key that the causal mask and window leave;
-    with `full_pairs`, all pairs, as an implementation computes that masks
-    afterwards. Cross-attention reads `source_tokens`. `of` is the length of the
-    text from which the tokens are chosen; None if they are the whole text. With
-    a window, the number of pairs is the expected one for a random choice.
+    Only pairs of query and key that the causal mask and the window leave count.
+    With `full_pairs` all pairs count, as if an implementation computes them all
+    and then masks. `source_tokens` is how many tokens cross-attention reads.
+    `of` is the length of the text from which the tokens are chosen; None if
+    they are the whole text. With a window, the number of pairs is the expected
+    one for a random choice.
     """
     keys = tokens if source_tokens is None else source_tokens
     pairs = tokens * keys
@@ -137,12 +138,13 @@ class BlockOutput:
 
   Attributes:
     update_BLD: what the caller adds to the residual stream.
-    cache: the cache with the tokens added; None without a cache.
+    cache: the cache with the tokens added; None if the module was given none.
     aux: further results by kind. `attention`, if requested, is float32
-      score_BL, the attention that each token received; each row sums to 1. The
-      other kinds come from the slots, as dictionaries by slot name. A block
-      that reduces tokens adds `merged_into`, the `Reduced.place_BL`.
-    reduced: the tokens that the update belongs to, a `Reduced`, if the block
+      score_BL, the attention that each token received; each row sums to 1.
+      `source_attention` is the same for the tokens of a source. `merged_into`
+      is `Reduced.place_BL`, from a block that reduces tokens. Module slots add
+      other kinds, as dictionaries by slot name.
+    reduced: a `Reduced`, the tokens that the update belongs to, if the block
       reduced their number; else None.
   """
 
@@ -163,8 +165,8 @@ class Attention(nn.Module):
 
   In cross-attention every token sees the whole source, without rotation.
 
-  Queries, keys, their validity and their sizes are sown as intermediates, from
-  which pictures of the attention are drawn.
+  For pictures of the attention, the module sows `queries`, `keys` and, where
+  they matter, `valid` and `sizes` into the collection `intermediates`.
   """
 
   config: AttentionConfig
@@ -186,8 +188,9 @@ class Attention(nn.Module):
     """Returns the residual update, the cache and the aux.
 
     Positions in `info` must ascend. `cache` has keys and values of earlier
-    tokens. `rows_B` is the cache row of each row in the batch; None if they are
-    the same. Keys and values of a cross-attention's `source` are not cached.
+    tokens; None for whole sequences. `rows_B` is the cache row of each row in
+    the batch; None if row i is cache row i. With a `source` this is
+    cross-attention, whose keys and values are not cached.
     """
     config = self.config
     aux = {}
@@ -258,7 +261,7 @@ class Attention(nn.Module):
     return BlockOutput(update_BLD, cache, aux)
 
   def _attend(self, q_BLHC, k_BLGC, v_BLGC, info, cache, rows_B, source):
-    """Returns out_BLHC, the score (None unless it is `mean`), and the cache."""
+    """Returns out_BLHC, the score (None if it is not `mean`), and the cache."""
     config, scored, score_BL = self.config, self.score == 'mean', None
     if source is not None and scored:
       out_BLHC, score_BL = _scored_over(
@@ -290,7 +293,7 @@ class Attention(nn.Module):
 
 
 def _last_score(config: AttentionConfig, q_BLHC, k_BLGC, info: TokenInfo):
-  """Returns score_BL: attention from the last token of each row's prompt."""
+  """Returns score_BL: attention that the last token of a row's prompt gives."""
   asks_BL = info.of_kinds(tuple(kind for kind in KINDS if kind != 'answer'))
   seen_BL = jnp.cumsum(asks_BL[:, ::-1], axis=-1)[:, ::-1] > 0
   if info.valid_BL is not None:
@@ -308,7 +311,10 @@ def _last_score(config: AttentionConfig, q_BLHC, k_BLGC, info: TokenInfo):
 def attention_map(
   q_BQHC: jax.Array, k_BSHC: jax.Array, keep_BS: jax.Array | None = None
 ) -> jax.Array:
-  """Returns weight_BHQS, float32; keys with `keep_BS` of 0 get no attention."""
+  """Returns weight_BHQS: attention probabilities, float32, 0 for dropped keys.
+
+  `keep_BS` is 0 for dropped keys, and positive for others.
+  """
   logit_BHQS = jnp.einsum(
     'BQHC,BSHC->BHQS', q_BQHC, k_BSHC, preferred_element_type=jnp.float32
   )
@@ -328,12 +334,13 @@ def masked_attention(
   keep_BL: jax.Array,
   epsilon: float = 1e-6,
 ) -> jax.Array:
-  """Returns attention to kept tokens, differentiable in what is kept.
+  """Returns out_BLHC of attention to kept tokens; `keep_BL` has a gradient.
 
-  `(e · mask + ε/N) / (Σ e · mask + ε)` in float32, where every token also sees
-  itself: DynamicViT (Rao et al. 2021), section 3.3; ε is from the authors'
-  code. Up to ε, kept tokens get the same result as if the dropped ones were
-  removed. `keep_BL` is 1 for kept tokens and 0 for dropped ones.
+  The attention probabilities are `(e · mask + ε/N) / (Σ e · mask + ε)`, in
+  float32, where every token also sees itself (DynamicViT, Rao et al. 2021,
+  section 3.3); ε is from the authors' code. Up to ε, kept tokens get the same
+  result as if dropped tokens were removed. `keep_BL` is 1 for kept tokens and 0
+  for dropped ones.
   """
   out_BLHC = jnp.einsum(
     'BHQS,BSHC->BQHC',
@@ -345,7 +352,7 @@ def masked_attention(
 
 
 def _masked_map(q_BLHC, k_BLHC, keep_BL, epsilon=1e-6):
-  """Returns weight_BHQS, float32, of `masked_attention`."""
+  """Returns the probabilities of `masked_attention`, weight_BHQS, float32."""
   length = q_BLHC.shape[1]
   logit_BHQS = jnp.einsum(
     'BQHC,BSHC->BHQS', q_BLHC, k_BLHC, preferred_element_type=jnp.float32
@@ -366,7 +373,8 @@ def _masked_map(q_BLHC, k_BLHC, keep_BL, epsilon=1e-6):
 def _masked_score(q_BLHC, k_BLHC, keep_BL):
   """Returns score_BL: the attention that kept tokens give each other.
 
-  Equals `mod_jax_kernels.route_scores` with the dropped tokens removed.
+  Dropped tokens score 0. Up to ε, kept tokens score what
+  `mod_jax_kernels.route_scores` gives if dropped tokens are removed.
   """
   keep_BL = keep_BL.astype(jnp.float32)
   # XLA merges this with the same map in `masked_attention`.
@@ -387,11 +395,11 @@ _FEW = 16
 
 
 def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
-  """Returns out_BLHC of queries that see the cached tokens before them.
+  """Returns out_BLHC of queries over a cache that already has their tokens.
 
   Reading caches dominates the time of decoding, so only the first eighth,
-  quarter or half of a large cache is read while all sequences fit into it.
-  Parts that are smaller than the number of queries, as of a long prompt, are
+  quarter or half of a large cache is read while all sequences fit into that
+  part. Parts with fewer slots than there are queries, as in a long prompt, are
   not compiled. A GPU always reads the whole cache, since the host would have to
   wait for each block before it could choose a part.
   """
@@ -424,7 +432,7 @@ def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
 
 
 def _seen(config: AttentionConfig, position_BL, position_BS):
-  """Returns seen_BLS: which keys each query may see, by position."""
+  """Returns seen_BLS: whether causal mask and window let a query see a key."""
   position_BL1, position_B1S = position_BL[:, :, None], position_BS[:, None]
   visible_BLS = position_BL1 >= position_B1S
   if config.window is not None:
@@ -438,7 +446,7 @@ _HEADS = ('batch', 'length', 'act_heads', None)
 
 
 def _scored(q_BLHC, k_BLHC, v_BLHC, valid_BL):
-  """Returns out_BLHC and the attention that each token received."""
+  """Returns out_BLHC, and score_BL: the attention that each token received."""
 
   def run(*args):
     out_BLHC, score_BL = mod_jax_kernels.route_scores(*args)

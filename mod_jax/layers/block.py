@@ -47,7 +47,7 @@ class BlockConfig(config_lib.Validated):
 
   @property
   def slots(self) -> dict[str, Slot]:
-    """The block's slots by name: `mlp`, `attention/query` and so on."""
+    """The module slots (`slots.py`) by name: `mlp`, `attention/query`, …."""
     return {'mlp': self.mlp} | {
       f'{kind}/{name}': slot
       for kind in self._attentions
@@ -61,7 +61,7 @@ class BlockConfig(config_lib.Validated):
     return ('attention', 'cross_attention')
 
   def with_slots(self, slots: dict[str, Slot]) -> 'BlockConfig':
-    """Returns the block with the named slots replaced."""
+    """Returns the config with the module slots of these names replaced."""
     changed = {'mlp': slots.get('mlp', self.mlp)}
     for kind in self._attentions:
       attention = getattr(self, kind)
@@ -89,8 +89,8 @@ class BlockConfig(config_lib.Validated):
   ) -> dict[str, int]:
     """Returns forward FLOPs by part; keywords as in `AttentionConfig.flops`.
 
-    `mlp_tokens` is how many enter the feed-forward; None for all that are left
-    after the attention.
+    `mlp_tokens` is how many tokens enter the feed-forward; None for all that
+    are left after the attention. `source_tokens` is for cross-attention only.
     """
     left = self.left(tokens) if mlp_tokens is None else mlp_tokens
     counts = [self.attention.flops(tokens, **kwargs), self.mlp.flops(left)]
@@ -115,7 +115,7 @@ class BlockConfig(config_lib.Validated):
 class Block(nn.Module):
   """Attention, then feed-forward; returns the update that the caller adds to x.
 
-  With `config.cross_attention` the tokens attend to `info.source` in between.
+  With `config.cross_attention` the tokens attend to `info.source` between them.
 
   Rng streams: `stochastic_depth`, where `drop_rate` or `config.dropout` is
   positive.
@@ -208,7 +208,7 @@ class Block(nn.Module):
     return BlockOutput(update_BLD, cache, aux, reduced)
 
   def _residual(self, update_BLD):
-    """Returns an update after scaling, dropout and stochastic depth."""
+    """Scales an update; in training also applies dropout, stochastic depth."""
     if self.config.residual_scale != 1:
       update_BLD = update_BLD * self.config.residual_scale
     if not self.mode.train:

@@ -74,7 +74,10 @@ class KVCache:
     valid_RT: jax.Array | None,
     rows_R: jax.Array,
   ) -> 'KVCache':
-    """Returns the cache with the valid tokens that fit, added to `rows_R`."""
+    """Returns the cache with the valid tokens added, as far as slots suffice.
+
+    `rows_R` are the rows of the cache; indices past the batch are ignored.
+    """
     if valid_RT is None:
       valid_RT = jnp.ones(position_RT.shape, bool)
     length_R = self.length_B.at[rows_R].get(mode='clip')
@@ -95,7 +98,7 @@ class KVCache:
     )
 
   def enter(self, position_BT: jax.Array, entered_BT: jax.Array) -> 'KVCache':
-    """Returns the cache with tokens marked in `entered_BS`, if that is kept."""
+    """Returns the cache with `entered_BS` set for tokens, unless it is None."""
     if self.entered_BS is None:
       return self
     # The cache has all tokens so far: the slot of each is its position.
@@ -107,7 +110,7 @@ class KVCache:
   def read(
     self, rows_R: jax.Array | None
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns key_RSGC, value_RSGC, position_RS of `rows_R`; None for all."""
+    """Returns key_RSGC, value_RSGC, position_RS of cache rows (None = all)."""
     arrays = (self.key_BGSC, self.value_BGSC, self.position_BS)
     if rows_R is not None:
       arrays = (x.at[rows_R].get(mode='clip') for x in arrays)
@@ -119,7 +122,7 @@ class KVCache:
     )
 
   def prefix(self, count: int) -> 'KVCache':
-    """Returns the first `count` slots, which must hold all tokens."""
+    """Returns a cache of the first `count` slots; no other may hold a token."""
     return self.replace(
       key_BGSC=self.key_BGSC[:, :, :count],
       value_BGSC=self.value_BGSC[:, :, :count],
@@ -137,7 +140,10 @@ class KVCache:
     )
 
   def room(self, wanted_BT: jax.Array) -> jax.Array:
-    """Returns which of the wanted tokens get a slot, in order."""
+    """Returns mask_BT: the wanted tokens that get one of `limit_B` slots.
+
+    Earlier tokens come first.
+    """
     used_B = self.length_B
     if self.entered_BS is not None:
       used_B = self.entered_BS.sum(axis=-1, dtype=jnp.int32)

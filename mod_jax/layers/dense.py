@@ -96,7 +96,7 @@ _mixed_einsum.defvjp(_forward, _backward)
 def matrix(
   module: nn.Module, init, axes, shape: tuple[int, ...]
 ) -> jax.Array | Quantized:
-  """Returns the parameter `kernel`, which is a `Quantized` if one was given."""
+  """Returns the parameter `kernel`; a `Quantized` if the model is quantized."""
   kernel = module.get_variable('params', 'kernel')
   if isinstance(kernel, Quantized):  # Its shape differs from `shape`.
     return kernel
@@ -173,7 +173,7 @@ class Linear(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearConfig(Slot):
-  """A `Linear` in a slot.
+  """Config of a `Linear` in a module slot (`slots.py`).
 
   Attributes:
     inputs: sizes of the axes that are contracted.
@@ -217,7 +217,7 @@ class LinearConfig(Slot):
 
 
 class Kernels(nn.Module):
-  """Parameters of N linear maps of one kind: kernel_NIO, bias_NO or None."""
+  """Parameters of N maps of equal shapes: kernel_NIO, and bias_NO or None."""
 
   config: LinearConfig  # Config of one map, with one input and one output axis.
   count: int  # N.

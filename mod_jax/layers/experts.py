@@ -62,8 +62,8 @@ class ExpertsConfig:
   balance_loss: config_lib.Weight = 0.01
   # Weight of the mean squared log-sum-exp of logits (Zoph et al. 2022, Eq. 5).
   z_loss: config_lib.Weight = 0.001
-  # For expert choice: decay of the moving average of the lowest probability
-  # that each expert chose, the threshold of the causal rule; 0 disables it.
+  # For expert choice: decay of the causal rule's threshold, a moving average of
+  # the lowest probability among an expert's chosen tokens; 0 = no causal rule.
   threshold_decay: config_lib.Decay = 0.0
 
   def __post_init__(self):
@@ -119,10 +119,11 @@ class ExpertsConfig:
     return self.choice == 'token' or self.threshold_decay > 0
 
   def slots(self, tokens: int) -> int:
-    """Returns the slots of each expert for a sequence of `tokens` tokens.
+    """Returns how many slots each expert has for a sequence of `tokens` tokens.
 
-    Token choice rounds up. Expert choice rounds down, to at least 1; each
-    expert chooses as many tokens as it has slots.
+    Without a `capacity_factor`, there is a slot for every token. Token choice
+    rounds up. Expert choice rounds down, to at least 1; each expert chooses as
+    many tokens as it has slots.
     """
     if self.capacity_factor is None:
       return tokens
@@ -171,7 +172,7 @@ class ExpertMLPConfig(Slot):
     return y_BLD, {'experts': assigned}
 
   def flops(self, tokens):
-    """Returns forward FLOPs by part; empty slots count too.
+    """Returns forward FLOPs by part, including those of empty slots.
 
     Adapters are not counted: they are added to the kernels once per batch.
     """
@@ -211,11 +212,12 @@ class ExpertMLPConfig(Slot):
 
 @flax.struct.dataclass
 class Assigned:
-  """Routing decisions of a layer of experts. X = E + Z choices, experts first.
+  """Routing decisions of a layer. X = E + Z choices: E experts, then Z no-ops.
 
   Attributes:
     logits_BLX: float32 logits of the choices.
-    wanted_BLX: whether the choice was made; False for invalid tokens.
+    wanted_BLX: whether the token chose the expert or no-op (or, in expert
+      choice, the expert chose the token); False for invalid tokens.
     ran_BLE: whether the chosen expert had a slot for the token.
     valid_BL: False for padding and empty slots.
     index_BL: int32 positions of these tokens in the row that the model was
@@ -297,14 +299,14 @@ class ExpertMLP(nn.Module):
     return y_BLD, assigned
 
   def _weights(self, name) -> tuple[jax.Array, jax.Array | None]:
-    """Returns kernel_EIO and bias_EO of a linear map; bias_EO may be None."""
+    """Returns a linear map's kernel_EIO, with adapters, and bias_EO or None."""
     slot, experts = self.config.maps[name], self.config.experts.num_experts
     plain = getattr(slot, 'base', slot)
     kernel_EIO, bias_EO = dense.Kernels(plain, experts, 'experts', name=name)()
     return lora.adapted(slot, kernel_EIO, 'experts', name), bias_EO
 
   def _axes(self, name) -> tuple[str, str]:
-    """Returns the logical axes of an expert's kernel."""
+    """Returns the logical axes of a linear map's kernel in a single expert."""
     slot = self.config.maps[name]
     return getattr(slot, 'base', slot).axes
 
@@ -318,7 +320,7 @@ class ExpertMLP(nn.Module):
     return routing.for_lengths(self.config.experts.slots, length, count_B)
 
   def _slots(self, length) -> int | None:
-    """Returns the slots of each expert in this call; None for no limit."""
+    """Returns how many slots an expert has in this call; None for no limit."""
     config = self.config.experts
     if config.choice == 'expert':
       return None if self.mode.routing.causal_rule else config.slots(length)
@@ -337,11 +339,11 @@ class ExpertMLP(nn.Module):
     return jnp.stack(chosen, axis=2)
 
   def _shared(self, weight_BLX, wanted_BLX):
-    """Returns the weights, normalised so that a token's choices sum to 1.
+    """Returns the gate's weights, divided by their sum over a token's choices.
 
-    Leaves the weights unchanged if there are no-ops, whose probability would
-    cancel unless chosen, and so get no gradient; and if a token has a single
-    choice, whose weight would be the constant 1.
+    Two cases leave the weights unchanged. With no-ops, the probability of a
+    no-op that is not chosen would cancel, and get no gradient. With a single
+    choice per token, all weights would be the constant 1.
     """
     config = self.config.experts
     if config.per_token == 1 or config.num_nulls:
@@ -350,7 +352,10 @@ class ExpertMLP(nn.Module):
     return weight_BLX / jnp.where(total_BL1 > 0, total_BL1, 1)
 
   def _experts_choose(self, weight_BLX, valid_BL, count_B):
-    """Returns wanted_BLX: the tokens that each expert chooses."""
+    """Returns wanted_BLX, the experts' choices, and updates their thresholds.
+
+    Raises UserError if the routing rule is causal but there are no thresholds.
+    """
     config = self.config.experts
     batch, length, choices = weight_BLX.shape
     experts = config.num_experts
@@ -392,7 +397,7 @@ class ExpertMLP(nn.Module):
     return jnp.pad(chosen_BLE, nulls)
 
   def _in_slots(self, x_BLD, slot_BLJ, slots, weight_BLJ, weights):
-    """Returns the update, by one batched product over all experts' slots."""
+    """Returns the update; a linear map runs on all experts' slots at once."""
     batch, length, width = x_BLD.shape
     experts, per_token = self.config.experts.num_experts, slot_BLJ.shape[-1]
     slot_BA = slot_BLJ.reshape(batch, -1)
@@ -424,7 +429,10 @@ class ExpertMLP(nn.Module):
     return _weighted(y_BLJD, weight_BLJ).astype(x_BLD.dtype)
 
   def _all(self, x_BLD, expert_BLJ, weight_BLJ, weights):
-    """Returns the update without slot limits; `expert_BLJ` = E is no expert."""
+    """Returns the update without slot limits.
+
+    `expert_BLJ` is the index of each choice's expert, or E for no expert.
+    """
 
     def run(x_BLD, expert_BLJ, weight_BLJ, *arrays):
       of_maps = zip(arrays[::2], arrays[1::2], strict=True)
@@ -483,10 +491,10 @@ class ExpertMLP(nn.Module):
 
 
 def _of_choices(value_BLE, chosen_BLKX, nobody):
-  """Returns value_BLJ: the value of each of a token's J = K choices.
+  """Returns value_BLJ: the values of each token's choices.
 
-  Returns `value_BLE` if `chosen_BLKX` is None. `nobody` is the value of a no-op
-  choice.
+  In token choice, J = K, and `nobody` is the value of a no-op. In expert
+  choice, `chosen_BLKX` is None, J = E, and the result is `value_BLE`.
   """
   if chosen_BLKX is None:
     return value_BLE

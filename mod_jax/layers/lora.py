@@ -42,10 +42,9 @@ class LoRAConfig:
       errors.require_pattern(pattern, 'lora.maps')
 
   def adapt(self, blocks: Sequence[BlockConfig]) -> list[BlockConfig]:
-    """Returns a model's blocks with adapters around the maps.
+    """Returns a model's blocks with adapters beside the linear maps that match.
 
-    Raises:
-      UserError: a pattern matches no map.
+    Raises UserError if a pattern matches no map.
     """
     names = [
       name
@@ -67,7 +66,7 @@ class LoRAConfig:
     ]
 
   def _adapted(self, name: str, slot: Slot) -> Slot:
-    """Returns a slot with adapters around those of its maps that match."""
+    """Returns the slot of this full name, with adapters where maps match."""
     if not isinstance(slot, LinearConfig):
       maps = {
         inner: self._adapted(f'{name}/{inner}', inner_slot)
@@ -80,7 +79,10 @@ class LoRAConfig:
 
 
 def linear_maps(name: str, slot: Slot) -> dict[str, Slot]:
-  """Returns the linear maps in a slot, adapted or not, by full name."""
+  """Returns the linear maps in a slot by full name, such as block_0/mlp/up.
+
+  `name` is the slot's full name. Maps with an adapter are included.
+  """
   if isinstance(slot, LinearConfig | AdaptedConfig):
     return {name: slot}
   found = {}
@@ -127,12 +129,12 @@ class AdaptedConfig(Slot):
 
   @property
   def scale(self) -> float:
-    """Factor on the update."""
+    """Factor on the adapter's update, alpha / rank."""
     return self.alpha / self.rank
 
   @property
   def down(self) -> LinearConfig:
-    """A, from the inputs to the rank."""
+    """The map A, from the inputs to `rank` features."""
     axes = self.base.axes[: len(self.base.inputs)]
     return LinearConfig(
       inputs=self.base.inputs,
@@ -142,7 +144,7 @@ class AdaptedConfig(Slot):
 
   @property
   def up(self) -> LinearConfig:
-    """B, from the rank to the outputs; zero at first."""
+    """The map B, from `rank` features to the outputs; initially zero."""
     axes = self.base.axes[len(self.base.inputs) :]
     return LinearConfig(
       inputs=(self.rank,),
@@ -168,7 +170,7 @@ class Adapter(nn.Module):
 
 
 class StackedUpdate(nn.Module):
-  """The scaled updates update_NIO of the kernels of N maps of one kind.
+  """Returns update_NIO: adapters' scaled updates of N kernels of equal shape.
 
   Experts and learners run several maps in one product, whose kernels are sums
   of the maps' kernels and these updates. The backward pass computes the
@@ -204,9 +206,11 @@ def adapted(
 def stacked_flops(
   slot: LinearConfig | AdaptedConfig, name: str, tokens: int
 ) -> dict[str, int]:
-  """Returns `Slot.weight_flops` of maps of one kind that run as one product.
+  """Returns `Slot.weight_flops` of maps that run in one product.
 
-  `tokens` is the number of tokens of all of these maps together.
+  `tokens` is the number of tokens of all these maps together. With adapters,
+  the FLOPs count under an adapter's name: the adapter's gradient takes as many,
+  even if the maps are frozen (see `StackedUpdate`).
   """
   if isinstance(slot, LinearConfig):
     return slot.weight_flops(name, tokens)

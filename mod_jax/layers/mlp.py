@@ -72,7 +72,7 @@ class MLPConfig(Slot):
 
 
 def hidden_units(kind: str, up: Callable[[str], jax.Array]) -> jax.Array:
-  """Returns the hidden units; `up` applies a linear map by name."""
+  """Returns hidden units; `up` maps a linear map's name to the map's output."""
   if kind == 'swiglu':
     return nn.silu(up('gate')) * up('up')
   if kind == 'relu':

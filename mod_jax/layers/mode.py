@@ -31,10 +31,10 @@ class RoutingMode(config_lib.Validated):
       in generation it is that of the prompt and all new tokens together.
     slack: for `drop`, the number of slots divided by the expected number of
       chosen tokens.
-    chunk: number of routed rows processed at a time in decoding, and in
-      inference with `per_sequence` routing. None chooses by the batch size, see
-      `rows_at_a_time` and `takes_all_rows`. 0 processes all rows, and masks
-      those that are not routed.
+    chunk: number of routed rows (sequences with a chosen token) processed at a
+      time in decoding, and in inference with `per_sequence` routing. None
+      chooses by the batch size, see `rows_at_a_time` and `takes_all_rows`. 0
+      processes all rows, and masks those that are not routed.
   """
 
   rule: RuleName | Rule = 'top_k'
@@ -50,7 +50,7 @@ class RoutingMode(config_lib.Validated):
     return RULES.get(self.rule)
 
   def slots(self, capacity: float, length: int) -> int:
-    """Returns a routed block's slots for a sequence of this length."""
+    """Returns how many slots a routed block has for a sequence."""
     rule = self.causal_rule
     if rule is None:
       return routing.num_chosen(capacity, length)
@@ -87,7 +87,7 @@ class RoutingMode(config_lib.Validated):
   def row_slots(
     self, capacity: float, length: int, length_B: jax.Array
   ) -> jax.Array:
-    """Returns the `slots` of rows with `length_B` <= `length` tokens."""
+    """Returns `slots` for each row, which has `length_B` <= `length` tokens."""
     return routing.for_lengths(
       lambda n: self.slots(capacity, n), length, length_B
     )
@@ -107,8 +107,8 @@ class Mode(config_lib.Validated):
     train: whether this is a training step. Only a training step has dropout and
       stochastic depth, batch statistics, slot limits for token-choice experts,
       and `aux['features']` for an early exit.
-    masks: whether training masks the tokens that learned scores drop, so that
-      gradients reach the scores, or removes them as inference does.
+    masks: whether a DynamicViT in training masks the tokens that learned scores
+      drop, so that gradients reach the scores; if not, it removes them.
   """
 
   routing: RoutingMode = RoutingMode()

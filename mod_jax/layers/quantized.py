@@ -26,7 +26,7 @@ class Quantized:
 
   Attributes:
     values: int8 integers.
-    scale: float32 factors on them, of size 1 along the inputs' axis.
+    scale: float32 factors on `values`, of size 1 along the inputs' axis.
   """
 
   values: jax.Array

@@ -67,7 +67,7 @@ class Reduction(config_lib.Validated, abc.ABC):
     count: int,
     prefix: int,
   ) -> Reduced:
-    """Returns the tokens after reducing their number by `count` > 0."""
+    """Reduces the number of tokens by `count` > 0; keeps the first `prefix`."""
 
   @abc.abstractmethod
   def flops(self, tokens: int, count: int, width: int, head_dim: int) -> int:

@@ -93,7 +93,7 @@ class FrozenNorm(nn.Module):
 
 
 class ResNet(nn.Module):
-  """Maps image_BHWC to `config.channels` features at 1/`stride` of the size.
+  """Maps image_BHWC to x_BHWC, at 1/`config.stride` of the height and width.
 
   Collections: `params`, the convolutions; `batch_stats`, the frozen norms.
   """

@@ -1,7 +1,8 @@
 """Mixture-of-Depths: a block that runs on the chosen tokens only.
 
 Raposo et al. 2024, Eq. 1: `x' = x + r · f(x̃)` for the k tokens with the
-largest r, `x' = x` for the rest. `LayerConfig` also counts a block's FLOPs.
+largest r, and `x' = x` for all other tokens. `LayerConfig` also counts a
+layer's FLOPs.
 """
 
 from collections import Counter
@@ -39,9 +40,10 @@ class LayerConfig:
     block: config of the block.
     routing: how tokens are chosen; None for a dense layer.
     capacity: fraction of tokens that a routed layer processes.
-    attention_score: kind of score in `aux['attention']`; None for no score.
+    attention_score: kind of score in `aux['attention']`, see `attention.Score`;
+      None for no score.
     source_routing: how cross-attention chooses the source tokens that it reads;
-      None to read all.
+      None if it reads all of them.
     source_capacity: fraction of source tokens that `source_routing` chooses.
     drop_rate: rate of stochastic depth in training.
     tells_features: whether training puts the layer's output into
@@ -59,21 +61,21 @@ class LayerConfig:
 
   @property
   def caches_chosen(self) -> bool:
-    """Whether attention is routed, so that only chosen tokens are cached."""
+    """Whether only chosen tokens are cached, because attention is routed."""
     return self.routing is not None and self.routing.part != 'mlp'
 
   def tokens(self, length: int, image_places: int = 0) -> int:
-    """Returns the block's slots per sequence of this length in training.
+    """Returns how many slots of a sequence the block computes in training.
 
-    The block also computes empty slots, of which causal rules and
-    `per_sequence` routing leave some. For `image_places` see `TokenInfo`.
+    A dense layer has `length` slots. Empty slots, which causal rules and
+    `per_sequence` routing leave, count. For `image_places` see `TokenInfo`.
     """
     if self.routing is None or self.routing.per_sequence:
       return length
     return self.slots(self.routing.train_mode, length, image_places)
 
   def slots(self, mode: RoutingMode, length: int, image_places: int = 0) -> int:
-    """Returns a routed block's slots for a sequence of this length."""
+    """Returns how many slots a routed block has for a sequence."""
     kinds = self.routing.kinds
     if kinds is None:
       return mode.slots(self.capacity, length)
@@ -88,8 +90,8 @@ class LayerConfig:
   ) -> dict[str, int]:
     """Returns forward FLOPs by part for a sequence of this length.
 
-    The router scores all tokens, and the block processes its slots. Keywords
-    are those of `BlockConfig.flops`.
+    The router scores all tokens. The block processes its slots in training (see
+    `tokens`). `kwargs` are keywords of `BlockConfig.flops`.
     """
     width, routing_parts = self.block.attention.width, Counter()
     if self.source_routing is not None:
@@ -133,10 +135,12 @@ class LayerOutput:
 
   Attributes:
     x_BLD: output features.
-    cache: the cache with the tokens added; None without a cache.
-    aux: the aux of `BlockOutput`. A routed layer adds `router`, and a layer
-      with `source_routing` adds `source_router`; both are a `Routing`.
-    info: facts about the remaining tokens if the block reduced them; else None.
+    cache: the cache with the tokens added; None if the layer was given none.
+    aux: further results by kind, see `BlockOutput`. A routed layer adds
+      `router`, and a layer with `source_routing` adds `source_router`; each is
+      a `Routing`.
+    info: facts about the remaining tokens if the block reduced their number;
+      else None.
   """
 
   x_BLD: jax.Array
@@ -146,10 +150,11 @@ class LayerOutput:
 
 
 class Predictor(nn.Module):
-  """Predicts from one token alone whether top-k will choose it.
+  """Predicts from one token alone whether top-k will choose the token.
 
-  It stops gradients to its input, so training it does not change the language
-  model (Raposo et al. 2024, section 3.5).
+  Returns float32 logit_BL; above 0 it means yes. No gradient passes to the
+  input, so training the predictor does not change the language model (Raposo et
+  al. 2024, section 3.5).
   """
 
   hidden: int
@@ -182,8 +187,9 @@ class Predictor(nn.Module):
 class SourceChoice(nn.Module):
   """Chooses which tokens of a source this layer's cross-attention reads.
 
-  Later layers choose among all tokens of the source again. Chosen features are
-  multiplied by the gate, through which a learned router gets its gradient.
+  Later layers choose among all tokens of the source again. The features of
+  chosen tokens are multiplied by the gate, through which a learned router gets
+  its gradient.
   """
 
   config: RoutingConfig
@@ -209,10 +215,10 @@ class SourceChoice(nn.Module):
 
 
 def _best_beside(score_BL, capacity: float, candidate_BL, valid_BL, slots):
-  """Selects all real tokens that are no candidates, and the top-k candidates.
+  """Selects the top-k candidates, and all real tokens that are no candidates.
 
   k is the capacity times the row's number of candidates. Returns the selection
-  and, for each row, how many of these tokens get no slot.
+  and unplaced_B: how many tokens of a row find no place in `slots` slots.
   """
   if valid_BL is None:
     valid_BL = jnp.ones(score_BL.shape, bool)
@@ -231,7 +237,7 @@ def _best_beside(score_BL, capacity: float, candidate_BL, valid_BL, slots):
 
 
 def _best(score_BL, capacity: float, valid_BL) -> routing.Selection:
-  """Returns the top-k tokens; k is the capacity times a row's real tokens."""
+  """Returns the top-k tokens; k is capacity · number of a row's real tokens."""
   length = score_BL.shape[1]
   count_B = None
   if valid_BL is not None:
@@ -246,8 +252,9 @@ def _best(score_BL, capacity: float, valid_BL) -> routing.Selection:
 class Layer(nn.Module):
   """A block with its residual connection, routed if the config says so.
 
-  A routed layer scores, selects, processes and combines. Its parameters are
-  those of the dense block plus the router's, so dense checkpoints load.
+  A routed layer scores the tokens, selects some, runs the block on these, and
+  adds the gated updates. Its parameters are those of the dense block, under the
+  same names, and those of the router and predictor.
 
   Collections: `params`; with `routing.threshold_decay` also `moving`, the
   moving average of the k-th best score (make it mutable in training).
@@ -268,9 +275,10 @@ class Layer(nn.Module):
   ) -> LayerOutput:
     """Returns the features after the layer, the cache and the aux.
 
-    `score_BL` is the attention that the tokens received in the previous block,
-    for scores that need it. `router` holds the weights of the router that all
-    routed layers share; None if each layer has its own router.
+    `cache` holds the earlier tokens; None for whole sequences. `score_BL` is
+    the attention that the tokens received in the previous block, for scores
+    that need it. `router` holds the parameters of the router that all routed
+    layers share; None if each layer has its own router.
     """
     config = self.config
     part = 'block' if config.routing is None else config.routing.part
@@ -404,7 +412,10 @@ class Layer(nn.Module):
     return output
 
   def _read_and_update_threshold(self, rule, routed) -> jax.Array | None:
-    """Returns the moving average before this call or None, and updates it."""
+    """Returns each row's average before this call, or None, and updates it.
+
+    Only the rule `threshold` needs an average, and raises UserError without it.
+    """
     decay = self.config.routing.threshold_decay
     stored = self.has_variable('moving', 'threshold')
     if not decay or not (stored or self.is_mutable_collection('moving')):
@@ -452,7 +463,7 @@ class Layer(nn.Module):
     )
 
   def _top_k(self, score_BL, info) -> routing.Selection:
-    """Selects tokens by scores of the whole sequence, without a causal rule."""
+    """Selects tokens, or sequences, by scores of all tokens: not causally."""
     capacity = self.config.capacity
     if self.config.routing.per_sequence:
       # Only the balance loss ties the fraction of sequences that enter to the
@@ -467,7 +478,7 @@ class Layer(nn.Module):
     return _best(score_BL, capacity, info.valid_BL)
 
   def _decide(self, rule, routed: Routing, top, info) -> jax.Array:
-    """Returns mask_BL: the real tokens that the rule, or top-k, chooses."""
+    """Returns mask_BL: real tokens that the rule chooses; without it, `top`."""
     if rule is None:
       return routing.mark_tokens(top, routed.score_BL.shape[1])
     config = self.config
@@ -556,7 +567,7 @@ class Layer(nn.Module):
 
 
 def _mean_of_row(score_BL, valid_BL):
-  """Returns, for each token, its row's mean over real tokens; 0 without any."""
+  """Replaces scores by the mean score of a row's real tokens (0 if none)."""
   if valid_BL is None:
     valid_BL = jnp.ones(score_BL.shape, bool)
   total_B1 = jnp.where(valid_BL, score_BL, 0).sum(axis=-1, keepdims=True)
@@ -565,7 +576,7 @@ def _mean_of_row(score_BL, valid_BL):
 
 
 def _last_score(score_BL, top: routing.Selection):
-  """Returns each row's lowest score of a chosen token; inf if it has none."""
+  """Returns each row's lowest score of a chosen token; inf if there is none."""
   score_BK = jnp.take_along_axis(score_BL, top.index_BK, axis=-1)
   if top.valid_BK is not None:
     score_BK = jnp.where(top.valid_BK, score_BK, jnp.inf)

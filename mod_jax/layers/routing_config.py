@@ -82,10 +82,13 @@ class RoutingConfig:
   combine: Literal['add', 'weigh_bypass', 'replace'] = 'add'
   # Whether a block processes all tokens of a sequence if their mean score is
   # above 0, and else none. Such a model cannot sample, since the choice depends
-  # on the whole text. For gradients use the module of `build(train=True)`.
+  # on the whole text. For gradients use the module of `build(train=True)`: any
+  # other module may skip sequences by a loop that cannot be differentiated.
   per_sequence: bool = False
-  # Weight of the loss that pulls the fraction of tokens, or sequences, with a
-  # score above 0 towards the capacity; 0 = no such loss, as top-k requires.
+  # Weight of the loss that pulls the fraction of tokens (with `per_sequence`,
+  # of sequences) that score above 0 towards the capacity; 0 = no such loss. It
+  # must be 0 unless train_rule='router' or per_sequence=True, because top-k
+  # chooses exactly the capacity anyway.
   balance_loss: config_lib.Weight = 0.0
 
   # Class constants, not fields; subclasses turn some of them into fields.
@@ -166,7 +169,7 @@ class RoutingConfig:
 
   @functools.cached_property
   def scorer(self) -> Score:
-    """The score as an object."""
+    """The config of the score, also if `score` is only its name."""
     if isinstance(self.score, Score):
       return self.score
     if self.score == 'learned':
@@ -182,12 +185,12 @@ class RoutingConfig:
 
   @property
   def has_predictor(self) -> bool:
-    """Whether there is a predictor; scores without a gate need none."""
+    """Whether there is a predictor; scores that ignore the tokens need none."""
     return self.predictor_width > 0 and self.scorer.gates
 
   @property
   def gate_kind(self) -> str:
-    """Name of the gate: `gate`, or the score's default if that is None."""
+    """Name of the gate: `gate`, or the score's default if `gate` is None."""
     if not self.scorer.gates:
       return 'none'
     return self.scorer.gate if self.gate is None else self.gate
@@ -213,7 +216,7 @@ class RoutingConfig:
 
   @property
   def train_mode(self) -> RoutingMode:
-    """Routing mode of training."""
+    """The mode in training: `train_rule`, and slots by `train_slack`."""
     return RoutingMode(
       rule=self.train_rule, overflow='drop', slack=self.train_slack
     )
@@ -224,7 +227,10 @@ class RoutingConfig:
     return layer >= self.first and layer % self.period == self.offset
 
   def capacities(self, num_layers: int) -> tuple[float | None, ...]:
-    """Returns each block's capacity; None for a block that is not routed."""
+    """Returns each block's capacity; None for a block that is not routed.
+
+    Raises UserError if no block is routed, or `layers` has unsuitable indices.
+    """
     layers = self.layers
     if layers is not None:
       require(
@@ -270,8 +276,8 @@ class MoDConfig(RoutingConfig):
   router_loss: config_lib.Weight = 0.01
   # Hidden units of the predictor, for the rule `predictor`; 0 = no predictor.
   predictor_width: Annotated[int, config_lib.Range(ge=0, le=2**20)] = 0
-  # Decay, per microbatch, of the moving threshold, for the rule `threshold`; 0
-  # disables it.
+  # Decay, per microbatch, of the moving threshold of the rule `threshold`; at 0
+  # there is no threshold, and the rule cannot be used.
   threshold_decay: config_lib.Decay = 0.0
   # Rule that chooses tokens in training: top-k, or the causal rule that will be
   # used afterwards.
@@ -329,7 +335,7 @@ class MoDConfig(RoutingConfig):
     return tuple(sorted(usable, key=lambda rule: rule != train_rule))
 
   def mode(self, rule: str, **kwargs) -> RoutingMode:
-    """Returns the mode with the rule of this name and other fields `kwargs`."""
+    """Returns the mode with the rule of this name; `kwargs`: other fields."""
     train_rule = self.train_rule
     if isinstance(train_rule, Rule) and train_rule.name == rule:
       return RoutingMode(rule=train_rule, **kwargs)
@@ -368,7 +374,7 @@ class VisionRoutingConfig(RoutingConfig):
     )
 
   def capacities(self, num_layers: int) -> tuple[float | None, ...]:
-    """Returns each block's capacity; None for a block that is not routed."""
+    """See `RoutingConfig`; attention scores need a dense block before."""
     capacities = super().capacities(num_layers)
     for i, capacity in enumerate(capacities):
       require(

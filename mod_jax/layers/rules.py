@@ -29,7 +29,7 @@ class Routing:
     predictor_BL: float32 logits of the predictor, or None.
     threshold_B: float32 moving average of the k-th best score before this call,
       the same for all rows; None if the block keeps no average.
-    top_k_BL: whether top-k chooses the token; None when decoding.
+    top_k_BL: whether top-k would choose the token; None when decoding.
     kth_B: float32 lowest score among `top_k_BL`; None when decoding.
     candidate_BL: tokens among which the block chooses, while all other tokens
       enter; None if it chooses among all tokens.

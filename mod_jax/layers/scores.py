@@ -116,7 +116,7 @@ class RouterWeights:
 
 
 class Router(nn.Module):
-  """A score per token, in float32; the fields are those of `Learned`."""
+  """Computes a float32 score per token; the fields are those of `Learned`."""
 
   std: float
   normalized: bool = False
@@ -161,7 +161,7 @@ def scale_to_unit(x_BLD: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learned(Score):
-  """A `Router`: Mixture-of-Depths (Raposo et al. 2024, section 3.4)."""
+  """The output of a `Router`: Mixture-of-Depths (Raposo et al. 2024, § 3.4)."""
 
   gate = 'raw'
 
@@ -246,9 +246,9 @@ class Attention(_Free):
 class LastAttention(Attention):
   """The attention of the prompt's last token (FastV, Chen et al. 2024).
 
-  It is that of the block before the first routed one; all routed blocks use it.
-  They must choose among image tokens only, which precede that last token: so
-  the choice does not depend on the answer.
+  All routed blocks choose by the attention in the block before the first routed
+  one. They must choose among image tokens only, which precede the prompt's last
+  token, hence the choice does not depend on the answer.
   """
 
   attention = 'last'

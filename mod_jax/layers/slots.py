@@ -44,7 +44,7 @@ class Slot(config_lib.Validated, abc.ABC):
       mode: how the model runs.
 
     Returns:
-      y [B, L, …], and a dictionary of aux by kind, which losses, metrics and
+      y [B, L, …], and further results (aux) by kind, which losses, metrics and
       pictures get from `stack.collect`. The kinds `router`, `attention`,
       `adaptive`, `experts`, `features`, `captured` and `merged_into` are
       reserved. A task's loss may use any other kind: see `Task.loss`, and
@@ -58,7 +58,7 @@ class Slot(config_lib.Validated, abc.ABC):
   @property
   @abc.abstractmethod
   def num_params(self) -> int:
-    """Number of parameters of the module that `run` creates."""
+    """How many parameters `run` creates, including those of adapters."""
 
   @property
   def maps(self) -> dict[str, 'Slot']:

@@ -69,7 +69,7 @@ class StackConfig:
 
   @property
   def capacities(self) -> tuple[float | None, ...]:
-    """Each layer's capacity; None for one that is not routed."""
+    """Each layer's capacity; None for a layer that is not routed."""
     return tuple(layer.capacity for layer in self.layers)
 
   @property
@@ -99,7 +99,7 @@ class StackConfig:
   def tokens_per_block(
     self, length: int, image_places: int = 0
   ) -> tuple[int, ...]:
-    """Returns how many of a sequence's tokens each block processes."""
+    """Returns how many slots of a sequence each block processes in training."""
     return tuple(
       layer.tokens(left, image_places)
       for layer, left in zip(self.layers, self.lengths(length), strict=False)
@@ -108,9 +108,9 @@ class StackConfig:
   def flops_table(
     self, length: int, **kwargs
   ) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, forward FLOPs by part) for one sequence.
+    """Returns (name, forward FLOPs by part) of each layer, for one sequence.
 
-    Keywords are those of `LayerConfig.flops`.
+    `kwargs` are keywords of `LayerConfig.flops`.
     """
     return [
       (name, layer.flops(left, **kwargs))
@@ -187,8 +187,8 @@ def layer_configs(
 ) -> tuple[LayerConfig, ...]:
   """Returns the layers of a model that uses one block config throughout.
 
-  The drop rate rises linearly from 0 at the first layer to `stochastic_depth`.
-  `source_routing` selects the layers that read only a part of the source.
+  The drop rate rises linearly from 0 at the first layer to `stochastic_depth`
+  at the last. Layers that `source_routing` selects read a part of the source.
   """
   blocks = [block] * num_layers
   if experts is not None:
@@ -223,9 +223,9 @@ def layer_configs(
 
 
 def _scored_layers(routing: RoutingConfig, num_layers: int) -> dict[int, str]:
-  """Returns the kinds of attention score that routed layers choose by.
+  """Returns the kind of attention score that a layer computes, by its index.
 
-  Keys are the indices of the layers that compute these scores.
+  Routed layers choose by these scores of an earlier layer.
   """
   kind = routing.scorer.attention
   capacities = routing.capacities(num_layers)
@@ -242,7 +242,7 @@ def _scored_layers(routing: RoutingConfig, num_layers: int) -> dict[int, str]:
 
 
 def remat(module: type[nn.Module], kind: Remat, *, scanned: bool = False):
-  """Returns the module class, wrapped in gradient checkpointing.
+  """Returns the module class with gradient checkpointing, unless kind='none'.
 
   Routing choices are always saved: a recomputed top-k may choose other tokens.
   """
@@ -267,7 +267,7 @@ class StackOutput:
   Attributes:
     x_BLD: the features after the last layer.
     aux: `LayerOutput.aux` of each layer.
-    caches: the caches with the tokens added; None without caches.
+    caches: the caches with the tokens added; None if the stack was given none.
   """
 
   x_BLD: jax.Array
@@ -285,7 +285,7 @@ _run_alike = nn.jit(_run)
 
 
 class Group(nn.Module):
-  """Consecutive layers `block_0`, `block_1`, …; the body of a scan."""
+  """Layers `block_0`, `block_1`, …: a whole stack, or the body of a scan."""
 
   layers: tuple[LayerConfig, ...]
   remat: Remat
@@ -305,7 +305,7 @@ class Group(nn.Module):
     cache: KVCache | None = None,
     router: RouterWeights | None = None,
   ) -> LayerOutput:
-    """Runs one layer; see `Layer`."""
+    """Runs the layer of index `layer`; for the arguments see `Layer`."""
     run = _run if cache is None else _run_alike
     output = run(self.block[layer], x_BLD, info, cache, score_BL, router)
     return output.replace(
@@ -315,7 +315,8 @@ class Group(nn.Module):
   def __call__(self, x_BLD, caches, info, router, depth=None):
     """Returns x_BLD and (each layer's aux, the new caches or None).
 
-    With `depth`, runs that many layers; the caches of the others stay the same.
+    With `depth`, runs only the first `depth` layers, and returns the caches of
+    later layers unchanged.
     """
     depth = len(self.layers) if depth is None else depth
     auxes, new_caches, score_BL = [], [], None
@@ -382,7 +383,7 @@ class Stack(nn.Module):
 
     `caches` hold the tokens so far, as `StackConfig.caches` or the last call
     returned them; None for whole sequences. `depth` is the number of layers to
-    run; None for all.
+    run; None for all layers. Raises UserError if scanned layers have a `depth`.
     """
     router = self._shared(x_BLD)
     if not self.config.scan:
@@ -414,9 +415,10 @@ class Stack(nn.Module):
 
 
 def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
-  """Returns all aux of one kind by name: `block_1`, or `block_1/mlp` of a slot.
+  """Returns the aux of one kind from all layers, by the name of its origin.
 
-  The kind is `router`, `attention`, or one that slots return.
+  A name is such as `block_1`, or `block_1/mlp` if a module slot returned the
+  aux. Kinds are those of `LayerOutput.aux`.
   """
   by_name = {}
   for i, aux in enumerate(auxes):
@@ -429,7 +431,7 @@ def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
 
 
 def unrolled(config: StackConfig, variables):
-  """Returns an unboxed collection with `layers` unstacked to `block_<i>`."""
+  """Unstacks `layers` of an unboxed collection to `block_<i>`, in a copy."""
   if 'layers' not in variables:
     return variables
   variables = dict(variables)
@@ -456,7 +458,7 @@ def _together(*x):
 
 
 def scanned(config: StackConfig, variables):
-  """Returns a collection with `block_<i>` stacked to `layers`, for a scan."""
+  """Inverts `unrolled`: stacks `block_<i>` to `layers`, for a scan."""
   if 'layers' in variables:
     return variables
   variables = dict(variables)

@@ -61,8 +61,8 @@ class TokenInfo:
       `attention.masked_attention`. Dropped tokens are not valid either.
     index_BL: int32 position of each token in the row that the model was called
       with; None if all of its tokens are present, in order.
-    count_B: int32 number of tokens from which each row's slots of experts are
-      computed; None for its number of valid tokens.
+    count_B: int32 number of tokens of each row from which its number of slots
+      per expert is computed; None for the row's number of valid tokens.
     size_BL: number of original tokens that each token was merged from; it
       counts as often in attention. None for 1.
     place_BLD: position embedding that each attention adds to the inputs of its
@@ -100,8 +100,8 @@ class TokenInfo:
   ) -> 'TokenInfo':
     """Returns the facts of the chosen tokens; empty slots become invalid.
 
-    `count_B` is that of the result: each row's number of slots, which unlike
-    its number of chosen tokens does not depend on later tokens.
+    `count_B` is the field of the result: each row's number of slots, which
+    unlike the number of chosen tokens does not depend on later tokens.
     """
     gathered = jax.tree.map(
       lambda x: routing.gather_tokens(x, selection.index_BK),
@@ -129,7 +129,10 @@ class TokenInfo:
     return self.replace(keep_BL=keep_BL, valid_BL=kept_BL)
 
   def rows(self, rows_R: jax.Array, valid_RL: jax.Array) -> 'TokenInfo':
-    """Returns the facts of some rows; indices past the batch are clipped."""
+    """Returns the facts of some rows, with `valid_RL` as their `valid_BL`.
+
+    Row indices past the batch are clipped.
+    """
     taken = jax.tree.map(
       lambda x: jnp.asarray(x).at[rows_R].get(mode='clip'), self
     )

@@ -25,7 +25,7 @@ def acm_mlp(
   *,
   activation: Activation = 'gelu',
 ) -> jax.Array:
-  """Returns y_TD: the sum of the first `num_learners` learners of each token.
+  """Returns y_TD: the summed outputs of each token's first learners.
 
   `y_t = Σ_{n < k_t} act(x_t · W1_n + b1_n) · W2_n` (Wójcik et al. 2023, Eq. 1).
   Tokens with similar k share a tile; a learner is computed only for tiles with
@@ -45,10 +45,10 @@ def acm_mlp(
     w1_NDF: first kernel of each of N learners.
     b1_NF: bias of their F hidden units.
     w2_NFD: second kernel; its output width may differ from D.
-    num_learners_T: integers, clipped to 0..N.
-    implementation: `xla`; `pallas` (TPU); `triton` (NVIDIA GPU); or None for
-      the one of the platform for which the program is lowered.
-    activation: between the two products; exact GELU by default.
+    num_learners_T: k of each token, integers, clipped to 0..N.
+    implementation: `xla`; `pallas` (TPU); `triton` (NVIDIA GPU); or None to
+      choose by the platform for which the program is lowered.
+    activation: function between the two products; `gelu` is the exact GELU.
 
   Raises:
     ValueError: shapes do not match, numbers of learners are not integers, the

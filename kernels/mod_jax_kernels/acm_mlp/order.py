@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 
 class Order(NamedTuple):
-  """Order of tokens in which the first `count_N[n]` are those of learner n.
+  """Order of tokens; the first `count_N[n]` are the tokens that run learner n.
 
   Attributes:
     num_learners_T: int32 number of learners of each token, 0..N.
-    token_T: int32 token at each slot.
+    token_T: int32 token at each slot (place in the order).
     slot_T: int32 slot of each token, the inverse of `token_T`.
     count_N: int32 number of tokens that run each learner; never increasing.
   """
@@ -25,9 +25,7 @@ class Order(NamedTuple):
 def order(num_learners_T: jax.Array, learners: int) -> Order:
   """Returns the order of tokens, of which there must be at least one.
 
-  Args:
-    num_learners_T: integers, clipped to 0..N.
-    learners: N.
+  `learners` is N. Numbers of learners are clipped to 0..N.
   """
   # Clip before casting, which makes large unsigned numbers negative.
   most = min(learners, jnp.iinfo(num_learners_T.dtype).max)

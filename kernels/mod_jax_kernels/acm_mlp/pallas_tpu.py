@@ -138,7 +138,7 @@ class Plan:
     self._k_IBL = k_IBL
 
   def call(self, unit, steps, parts, dtype, *, sums=False):
-    """Runs some of the steps on all tiles.
+    """Runs the kernel with some of the steps, on all tiles.
 
     Args:
       unit: maps rows of the arrays, whether they run the learner, and blocks of
@@ -274,7 +274,7 @@ def _kernel(
   arrays,
   sums,
 ):
-  """Sums results over steps in the rows of a tile, and gradients over tiles."""
+  """Sums a tile's results over steps, and gradients of weights over tiles."""
   del running_I  # Only the block indices of weights depend on it.
   refs = iter(refs)
   (

@@ -13,7 +13,7 @@ TILE = 256
 
 
 def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
-  """Returns y_TD and, with `keep`, hidden units before the activation.
+  """Returns y_TD and before_SH, the hidden units before the activation.
 
   Row s of before_SH has the units of the token at slot s, for all learners side
   by side; units of learners that the token does not run may be anything.

@@ -1,4 +1,4 @@
-"""Block sizes, see `mod_jax_kernels.tiles`; at most the array's dimension."""
+"""Block sizes, see `mod_jax_kernels.tiles`; small arrays limit them further."""
 
 # The products `up` and `down` compute blocks [rows, *_columns] in steps of
 # `inner`. `up` has enough programs for wide blocks; in `down` two programs

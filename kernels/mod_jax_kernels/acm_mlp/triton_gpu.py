@@ -132,8 +132,8 @@ def _second_product(hidden_SH, w_NFO, order, blocks):
 def _sum_over_tokens(left, right, w_NIJ, *, ordered, order, blocks):
   """Returns leftᵀ · right for each learner, in the layout of `w_NIJ`.
 
-  The side named by `ordered` has a row per slot, with the learners' columns
-  side by side; the other has a row per token, for all learners.
+  The factor that `ordered` names has a row per slot, with the learners' columns
+  side by side; the other factor has a row per token, for all learners.
   """
   learners, i, j = w_NIJ.shape
   rows, columns = blocks('weight_rows', i), blocks('weight_columns', j)
@@ -254,7 +254,7 @@ def _down(
   BK: tl.constexpr,
   LEARNERS: tl.constexpr,
 ):
-  """Writes hidden · w over the chosen learners to the tokens' rows."""
+  """Writes each token's sum of hidden · w over the token's chosen learners."""
   blocks: tl.constexpr = (OUT + BO - 1) // BO
   pid = tl.program_id(0)
   start = pid // blocks * P
@@ -309,9 +309,9 @@ def _slopes(
   BO: tl.constexpr,
   GELU: tl.constexpr,
 ):
-  """Writes hidden units, gradients before the activation, and their tile sums.
+  """Writes hidden units, and the gradients before the activation.
 
-  The sums over tiles are the gradient of the bias.
+  Also writes the sum of these gradients over each tile, for the bias.
   """
   blocks: tl.constexpr = (F + BF - 1) // BF
   pid = tl.program_id(0)

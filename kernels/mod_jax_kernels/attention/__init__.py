@@ -1,10 +1,10 @@
 """Softmax attention: in plain XLA, or by flash attention from libraries.
 
-cuDNN on GPUs and splash on TPUs have their own gradients and residuals. For odd
-lengths, which must be padded for cuDNN, GPUs run the kernels of `route_scores`
-without their scores.
-`jax.lax.platform_dependent` would keep the residuals of all backends, so the
-backend is chosen when a program is traced: the first that suits the process.
+cuDNN on GPUs and splash on TPUs have their own gradients and residuals. Odd
+lengths must be padded for cuDNN: for the shorter ones in bfloat16, GPUs run the
+kernels of `route_scores` without their scores. `jax.lax.platform_dependent`
+would keep the residuals of all backends, so the backend is chosen when a
+program is traced: the first that suits the process.
 """
 
 from typing import Literal
@@ -70,9 +70,9 @@ def attention(
     implementation: `xla`; `cudnn` (GPU; 16-bit floats); `triton` (GPU; no mask
       and no segments, H = G and Q = S); `splash` (TPU; no mask_BQS, bfloat16 or
       float32); or None to choose by the platform of the process that traces. On
-      a GPU None is `cudnn`, or `triton` for bfloat16 of an odd length; on a TPU
-      `splash`; but `xla` if these do not support the arrays or are slow for
-      their lengths. To lower a program for another platform, name the backend.
+      a GPU None is `cudnn`, or `triton` for bfloat16 of odd lengths below 1024;
+      on a TPU `splash`; but `xla` if these do not support the arrays or are
+      slow for them. To lower a program for another platform, name the backend.
       Under a mesh of several devices, None is `xla` outside of `shard_map`: the
       compiler cannot shard `splash`, and `cudnn` only if q, k and v are sharded
       alike.

@@ -12,31 +12,32 @@ _MADE_FOR = contextvars.ContextVar('made_for', default=None)
 
 
 def made_for(device: jax.Device):
-  """Returns a context in which programs are traced for another device.
+  """Returns a context manager; programs in it are traced for another device.
 
-  For compiling ahead of time: if no backend is named, the choice is that of a
+  For compiling ahead of time: if no backend is named, the choice is as in a
   process that has this device.
   """
   return dispatch.setting(_MADE_FOR, device)
 
 
 def splash_suits(q_BQHC, k_BSGC, *_) -> bool:
-  """Returns whether tracing is for a TPU and lengths are multiples of 128."""
+  """Returns whether tracing is for a TPU, and lengths and mesh suit splash."""
   # Other lengths need padding, whose cost has not been measured.
   is_tiled = q_BQHC.shape[1] % 128 == k_BSGC.shape[1] % 128 == 0
   return platform() == 'tpu' and is_tiled and not _split_by_compiler()
 
 
 def cudnn_suits(*_) -> bool:
-  """Returns whether tracing is for a GPU."""
+  """Returns whether tracing is for a GPU, and not `_split_by_compiler`."""
   return platform() == 'cuda' and not _split_by_compiler()
 
 
 def triton_suits(q_BQHC, *_) -> bool:
-  """Returns whether tracing is for a GPU, and cuDNN would pad the tokens.
+  """Returns whether `cudnn_suits`, but cuDNN would be slower because it pads.
 
-  The kernels, with scores, take .74 of cuDNN's time for 197 tokens and .96 for
-  577 (`results/h100`). From 1024 tokens on, padding costs little.
+  This is so for bfloat16 of an odd length below 1024. The kernels, with scores,
+  take .74 of cuDNN's time for 197 tokens and .96 for 577 (`results/h100`). From
+  1024 tokens on, padding costs little.
   """
   length, dtype = q_BQHC.shape[1], q_BQHC.dtype.name
   padded = length % 2 == 1 and length < 1024
@@ -47,7 +48,7 @@ def _split_by_compiler() -> bool:
   """Returns whether the compiler, not `shard_map`, would divide arrays.
 
   It would if a mesh axis of several devices is not manual. The compiler cannot
-  shard splash at all, and cuDNN only if q, k and v are sharded alike.
+  divide splash at all, and cuDNN only if q, k and v are sharded alike.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return any(
@@ -57,14 +58,14 @@ def _split_by_compiler() -> bool:
 
 
 def splash_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, _) -> str | None:
-  """Returns why splash does not support the arrays, with a remedy, or None."""
+  """Returns why splash does not support the arrays; None if it does."""
   if mask_BQS is not None:
     return "takes no mask_BQS: use causal=True and segment_BL, or use 'xla'"
   return dispatch.wrong_types('q, k and v', (q_BQHC, k_BSGC, v_BSGC))
 
 
 def cudnn_lacks(q_BQHC, k_BSGC, v_BSGC, *_) -> str | None:
-  """Returns why cuDNN does not support the arrays, with a remedy, or None."""
+  """Returns why cuDNN does not support the arrays; None if it does."""
   channels, version = q_BQHC.shape[-1], capability()
   if version < 8:
     return (
@@ -83,7 +84,7 @@ def cudnn_lacks(q_BQHC, k_BSGC, v_BSGC, *_) -> str | None:
 
 
 def triton_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> str | None:
-  """Returns why our kernels do not support the arrays, or None."""
+  """Returns why `triton` does not support the arrays; None if it does."""
   if mask_BQS is not None or segment_BL is not None:
     return "takes no mask_BQS and no segment_BL: use None or 'xla'"
   if q_BQHC.shape != k_BSGC.shape:
@@ -106,7 +107,7 @@ def platform() -> str:
 
 
 def capability() -> float:
-  """Returns this GPU's compute capability; infinity without a GPU."""
+  """Returns the compute capability of the target GPU; infinity without one."""
   if platform() != 'cuda':
     return float('inf')
   device = _MADE_FOR.get() or jax.devices()[0]

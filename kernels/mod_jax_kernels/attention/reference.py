@@ -40,7 +40,7 @@ def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL, *, causal):
 
 
 def seen(mask_BQS, segment_BL, queries):
-  """Returns one mask_BQS for mask and segments; None if all keys are seen."""
+  """Joins mask and segments to one mask_BQS; None if all keys are seen."""
   if mask_BQS is not None:
     # Broadcast a mask that all queries share: cuDNN does not take it, and
     # `attention` above slices masks by queries.

@@ -1,4 +1,4 @@
-"""Block sizes of splash attention, by device; none has been measured yet."""
+"""Block sizes of splash attention, by device; not tuned yet."""
 
 # Maximum numbers of queries and keys per step.
 TILES = {'pallas': {'': {'block_q': 512, 'block_k': 512}}}

@@ -58,7 +58,7 @@ def _rows(tokens, groups):
 
 
 def _for_each_block(step, start, size_E, rows):
-  """Folds `step` over all blocks, with the initial carry `start`.
+  """Folds `step` over all blocks; returns the carry, which begins as `start`.
 
   Arguments of `step` are the carry, the block's group, its first row, and the
   number of rows from that row to the end of the group.

@@ -73,7 +73,7 @@ def route_scores(
 
 
 def lacks(q_BLHC, k_BLHC, v_BLHC, mask) -> str | None:
-  """Returns why the kernels do not support the arguments, or None."""
+  """Returns why the kernels do not support the arguments; None if they do."""
   if mask is not None and mask.ndim == 3:
     return (
       'takes no mask of queries and keys: pass one of tokens, or causal=True,'
@@ -146,7 +146,10 @@ _route_scores.defvjp(_forward_of_primals, _backward, symbolic_zeros=True)
 
 
 def _share(q_BLHC, mask, causal):
-  """Returns the weight of a query's head in the mean, a number or [B, 1]."""
+  """Returns 1/(H·N), the factor in the scores, for N queries that see a key.
+
+  This is a number without a mask, and [B, 1] with one.
+  """
   _, length, heads, _ = q_BLHC.shape
   if mask is None:
     return 1 / (heads * length)

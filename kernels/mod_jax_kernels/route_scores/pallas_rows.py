@@ -1,4 +1,6 @@
-"""Attention and its column means in Pallas, for rows that fit on the chip.
+"""Attention and its map's column sums, for rows that fit on the chip of a TPU.
+
+A row is a sequence of the batch, if not said otherwise.
 
 The kernels take arrays [batch, length, heads · channels], as projections write
 them: nothing is transposed, padded or cut outside, and every array is read or
@@ -36,7 +38,7 @@ _LOWEST = -1e30
 
 
 def fits(q_BLHC) -> bool:
-  """Returns whether a program can hold a row, forward and backward."""
+  """Returns whether rows are short enough for both kernels of this module."""
   blocks = _Blocks(q_BLHC)
   length = q_BLHC.shape[1]
   # Count seven arrays with two buffers and a copy each, and eight float32 maps.
@@ -250,7 +252,7 @@ def _of_head(h, heads, x_LW):
 
 
 def _seen(valid_1L, length, causal):
-  """Returns seen_KQ, or None if every query sees every key."""
+  """Returns seen_KQ, which hides keys; None if every query sees every key."""
   seen_KQ = None
   if causal:
     seen_KQ = _iota(length, 0) <= _iota(length, 1)

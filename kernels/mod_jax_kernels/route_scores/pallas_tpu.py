@@ -1,4 +1,4 @@
-"""Attention and its column means in Pallas, for TPUs.
+"""Attention and the column sums of its map in Pallas, for TPUs.
 
 Arrays are transposed to [batch, heads, channels, length], so that lanes are
 full whatever the width of a head. Logits are [keys, queries], so that values
@@ -171,7 +171,7 @@ def _pad(x, length, value=0):
 
 
 def _valid(mask_BL, batch, length, padded):
-  """Returns valid_B1L: 0 for hidden tokens, else 1; None if all would be 1."""
+  """Returns valid_B1L: 1 for visible tokens; None without mask and padding."""
   if mask_BL is None:
     if length == padded:
       return None
@@ -301,7 +301,7 @@ def _score_kernel(q, k, lse, valid, column, acc, *, causal):
 
 
 def _dq_kernel(*refs, causal, blocks):
-  """Writes gradients of queries, and each query's mean of dP weighted by P."""
+  """Writes dq, and Σ_j P_ij dP_ij of each query i: see `reference.backward`."""
   q, k, v, dout, lse, initial_mean, valid, dcolumn, dq, mean, mean_acc, acc = (
     refs
   )

@@ -1,4 +1,4 @@
-"""Attention and its column means in plain JAX: reference, and CPU backend."""
+"""Attention and its map's column sums in plain JAX: reference, CPU backend."""
 
 import jax.numpy as jnp
 

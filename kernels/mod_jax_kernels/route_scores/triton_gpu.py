@@ -1,4 +1,4 @@
-"""Attention and its column means in Triton, for NVIDIA GPUs.
+"""Attention and the column sums of its map in Triton, for NVIDIA GPUs.
 
 Arrays stay [batch, length, heads, channels]: a program reads the rows of its
 head in place. A query that sees no key has a log-sum-exp so large
@@ -150,7 +150,7 @@ def _load_rows(
   BLOCK_C: tl.constexpr,
   EVEN: tl.constexpr,
 ):
-  """Returns rows of one head, [rows, BLOCK_C]; zeros beyond the ends."""
+  """Returns tokens' rows in one head, [rows, BLOCK_C]; 0 beyond the ends."""
   channel = tl.arange(0, BLOCK_C)
   pointers = pointer + index[:, None] * (HEADS * CHANNELS) + channel[None, :]
   if EVEN and BLOCK_C == CHANNELS:
@@ -223,9 +223,9 @@ def _forward_kernel(
   valid_ptr += row * LENGTH
   query = first + tl.arange(0, BLOCK_Q)
   q = _load_rows(q_ptr + base, query, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
-  # Maximum of the logits divided by log 2, since the hardware has exp2. It
-  # starts below any real logit and far above the logits of hidden keys, so that
-  # hidden keys have weight 0.
+  # Running maximum of each query's logits, divided by log 2 because the
+  # hardware computes exp2. The initial value is below any real logit and far
+  # above the logits of hidden keys, so that hidden keys have weight 0.
   top = tl.full([BLOCK_Q], -1e20, tl.float32)
   total = tl.full([BLOCK_Q], 0.0, tl.float32)
   acc = tl.full([BLOCK_Q, BLOCK_C], 0.0, tl.float32)
@@ -278,7 +278,7 @@ def _score_kernel(
   BLOCK_K: tl.constexpr,
   EVEN: tl.constexpr,
 ):
-  """Sums a block of columns of one head's attention map over queries."""
+  """Writes a block of column sums of one head's attention map."""
   first, head, row = _place(LENGTH, HEADS, BLOCK_K)
   base = (row * LENGTH * HEADS + head) * CHANNELS
   lse_ptr += (row * HEADS + head) * LENGTH
@@ -333,7 +333,7 @@ def _dq_kernel(
   BLOCK_K: tl.constexpr,
   EVEN: tl.constexpr,
 ):
-  """Writes gradients of queries, and each query's mean of dP weighted by P."""
+  """Writes dq, and Σ_j P_ij dP_ij of each query i: see `reference.backward`."""
   first, head, row = _place(LENGTH, HEADS, BLOCK_Q)
   base = (row * LENGTH * HEADS + head) * CHANNELS
   per_query = (row * HEADS + head) * LENGTH

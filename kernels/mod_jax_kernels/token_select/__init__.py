@@ -1,4 +1,4 @@
-"""Exact top-k of each row as ascending positions, without sorting."""
+"""Exact top-k of each row of scores, as ascending positions."""
 
 from typing import Literal
 
@@ -58,9 +58,9 @@ def token_select(
   """Returns index_BK, int32: positions of the k largest scores, ascending.
 
   This is the choice of Mixture-of-Depths (Raposo et al. 2024, Eq. 1): exact
-  top-k, with ties broken in favour of the lowest position. The k-th largest
-  score is found by bisection on the 32 bits of the scores, and a running count
-  gives each chosen token its slot. The result has no gradient.
+  top-k, with ties broken in favour of the lowest position. All backends but
+  `sort` find the k-th largest score by bisection on the scores' 32 bits; then a
+  running count gives each chosen token its slot. The result has no gradient.
 
   Args:
     score_BL: scores, compared in float32; any leading shape. -0.0 equals 0.0,
@@ -97,7 +97,7 @@ def token_select(
 
 
 def _order(score_BL):
-  """Returns int32 keys with the same order and ties as the scores."""
+  """Returns sort keys: int32 with the same order and ties as the scores."""
   bits_BL = jax.lax.bitcast_convert_type(score_BL, jnp.int32)
   # Compare bits, since hardware may treat denormal numbers as 0.
   magnitude_BL = bits_BL & 0x7FFFFFFF

@@ -1,6 +1,6 @@
 """Selection in plain JAX: the reference, and the backend for CPUs.
 
-All backends take int32 keys with the same order as the scores.
+All backends take sort keys: int32 numbers with the same order as the scores.
 """
 
 import jax
@@ -11,7 +11,7 @@ LOWEST = -(2**31)
 
 
 def token_select(key_BL, k):
-  """See `mod_jax_kernels.token_select`; takes keys instead of scores."""
+  """See `mod_jax_kernels.token_select`; takes sort keys instead of scores."""
 
   def count(mask_BL):
     return mask_BL.sum(axis=-1, keepdims=True, dtype=jnp.int32)
