@@ -148,7 +148,7 @@ class Backend:
   suits: Callable[..., bool] = lambda *args: True
 
   def function(self, name: str) -> Callable:
-    """Returns a function of this name; imports a module given by its name."""
+    """Returns the function of this name in `module`, imported if needed."""
     module = self.module
     if isinstance(module, str):
       module = importlib.import_module(module)

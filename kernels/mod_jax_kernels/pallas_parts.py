@@ -13,7 +13,7 @@ VMEM_BYTES = 60 * 2**20
 
 
 def product(a, b, contract=(1, 0)):
-  """Returns a product in float32; sums over the axes `contract` of a and b."""
+  """Returns a float32 product, summed over the axes `contract` of a and b."""
   # By default float32 operands would be rounded to bfloat16.
   exact = a.dtype == jnp.float32
   return jax.lax.dot_general(

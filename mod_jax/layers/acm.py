@@ -113,7 +113,7 @@ class ACMConfig(Slot):
 
 
 def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
-  """Returns an adaptive FFN, all of whose learners cost as much as a dense FFN.
+  """Returns an adaptive FFN; all its learners cost as much as a dense FFN.
 
   By default the gate may choose no learners. `hidden` is the dense FFN's number
   of hidden units, which the number of learners must divide (else UserError).
@@ -132,7 +132,7 @@ def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
 
 
 def projection_config(inputs: int, outputs: int, **kwargs) -> ACMConfig:
-  """Returns an adaptive projection whose learners cost as much as a dense one.
+  """Returns an adaptive projection; all learners cost as much as a dense one.
 
   At least one learner runs. `kwargs` are fields of `ACMConfig`.
   """
@@ -165,7 +165,7 @@ class Choice:
     valid_BL: False for padding, empty slots and dropped tokens; None if all
       tokens are valid.
     index_BL: int32 positions of these tokens in the row that the model was
-      called with; None if all of its tokens are present, in order.
+      called with; None if all tokens of that row are present, in order.
   """
 
   learners_BL: jax.Array
@@ -312,7 +312,7 @@ class ACM(nn.Module):
     return dense.einsum('NBLF,NFD->NBLD', hidden_NBLF, self.down_NFD)
 
   def _sum(self, z_BLD, *, learners=None, runs_BLN=None):
-    """Returns the first `learners`' sum; `runs_BLN` are weights, None for 1."""
+    """Returns the sum of the first `learners`, with the weights `runs_BLN`."""
     if learners == 0:
       return jnp.zeros((*z_BLD.shape[:2], self.config.outputs), self.dtype)
     hidden_BLNF = self._hidden(

@@ -140,7 +140,7 @@ class Block(nn.Module):
     cache: KVCache | None = None,
     rows_B: jax.Array | None = None,
   ) -> BlockOutput:
-    """Returns update, cache and aux; arguments are those of `Attention`."""
+    """Returns update, cache and aux; for the arguments see `Attention`."""
     config = self.config
     reduction, reduced, score, evidence = config.reduction, None, self.score, ''
     if reduction is not None:
@@ -208,7 +208,7 @@ class Block(nn.Module):
     return BlockOutput(update_BLD, cache, aux, reduced)
 
   def _residual(self, update_BLD):
-    """Scales an update; in training also applies dropout, stochastic depth."""
+    """Scales an update and, in training, drops elements or whole sequences."""
     if self.config.residual_scale != 1:
       update_BLD = update_BLD * self.config.residual_scale
     if not self.mode.train:

@@ -1,7 +1,7 @@
 """Keys and values of the tokens that a layer has processed.
 
-A dense layer caches all tokens, a routed layer only those that it processed: so
-each sequence has its own length, and the cache stores the tokens' positions.
+A dense layer caches all tokens. A routed layer caches only the tokens that it
+chose, so each sequence has its own length, and the cache stores positions.
 """
 
 import flax.struct
@@ -98,7 +98,7 @@ class KVCache:
     )
 
   def enter(self, position_BT: jax.Array, entered_BT: jax.Array) -> 'KVCache':
-    """Returns the cache with `entered_BS` set for tokens, unless it is None."""
+    """Returns the cache with tokens marked in `entered_BS`, if not None."""
     if self.entered_BS is None:
       return self
     # The cache has all tokens so far: the slot of each is its position.

@@ -4,9 +4,9 @@ Token choice (Shazeer et al. 2017; Fedus et al. 2021): each token takes the K
 experts with the largest logits. Expert choice (Zhou et al. 2022): each expert
 takes the tokens with the largest probabilities for it.
 
-No-op experts make it an integrated Mixture-of-Depths-and-Experts (Raposo et al.
-2024, section 4.3): tokens that choose them skip the feed-forward. Experts in a
-routed block make it a staged one.
+With no-op experts, the model is an integrated Mixture-of-Depths-and-Experts
+(Raposo et al. 2024, section 4.3): tokens that choose a no-op skip the
+feed-forward. With experts in a routed block, it is a staged one.
 """
 
 import dataclasses
@@ -221,7 +221,7 @@ class Assigned:
     ran_BLE: whether the chosen expert had a slot for the token.
     valid_BL: False for padding and empty slots.
     index_BL: int32 positions of these tokens in the row that the model was
-      called with; None if all of its tokens are present, in order.
+      called with; None if all tokens of that row are present, in order.
   """
 
   logits_BLX: jax.Array
@@ -352,7 +352,7 @@ class ExpertMLP(nn.Module):
     return weight_BLX / jnp.where(total_BL1 > 0, total_BL1, 1)
 
   def _experts_choose(self, weight_BLX, valid_BL, count_B):
-    """Returns wanted_BLX, the experts' choices, and updates their thresholds.
+    """Returns wanted_BLX, the experts' choices; updates thresholds in training.
 
     Raises UserError if the routing rule is causal but there are no thresholds.
     """

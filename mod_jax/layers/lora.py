@@ -81,7 +81,7 @@ class LoRAConfig:
 def linear_maps(name: str, slot: Slot) -> dict[str, Slot]:
   """Returns the linear maps in a slot by full name, such as block_0/mlp/up.
 
-  `name` is the slot's full name. Maps with an adapter are included.
+  `name` is the full name of the module slot. Maps with adapters are included.
   """
   if isinstance(slot, LinearConfig | AdaptedConfig):
     return {name: slot}

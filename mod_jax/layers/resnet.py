@@ -42,7 +42,7 @@ class ResNetConfig:
     return EXPANSION * self.widths[-1]
 
   def flops(self, height: int, width: int) -> int:
-    """Returns the FLOPs for one picture, those of the convolutions only."""
+    """Returns the convolutions' FLOPs for a picture of this size in pixels."""
     height, width = halved(height), halved(width)
     total = 7**2 * 3 * self.stem * height * width
     height, width = halved(height), halved(width)

@@ -478,7 +478,7 @@ class Layer(nn.Module):
     return _best(score_BL, capacity, info.valid_BL)
 
   def _decide(self, rule, routed: Routing, top, info) -> jax.Array:
-    """Returns mask_BL: real tokens that the rule chooses; without it, `top`."""
+    """Returns mask_BL: real tokens that `rule` chooses; `top` if rule=None."""
     if rule is None:
       return routing.mark_tokens(top, routed.score_BL.shape[1])
     config = self.config

@@ -1,4 +1,4 @@
-"""Which blocks are routed, on how many tokens, and how they are chosen."""
+"""Which blocks are routed, and how many tokens they choose by which scores."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ LIKE_DENSE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
-  """Which blocks are routed, on how many tokens, and how they are chosen."""
+  """Which blocks are routed; how many tokens they choose, by which scores."""
 
   # Fraction of tokens that a routed block processes: one number for all routed
   # blocks, or a list in the order of `layers` (by depth if that is None).
@@ -190,7 +190,7 @@ class RoutingConfig:
 
   @property
   def gate_kind(self) -> str:
-    """Name of the gate: `gate`, or the score's default if `gate` is None."""
+    """Name of the gate: `gate`, or the score's if None; `none` for no gate."""
     if not self.scorer.gates:
       return 'none'
     return self.scorer.gate if self.gate is None else self.gate

@@ -52,8 +52,8 @@ class Rule(config_lib.Validated, abc.ABC):
   """A causal rule: the choice of a token does not depend on later tokens.
 
   Subclasses must be frozen dataclasses and may live in any module. The rules
-  here choose tokens whose score is NaN, so that it shows in the output;
-  skipping the block would hide it.
+  here choose tokens whose score is NaN, so that the NaN shows in the output;
+  skipping the block would hide the NaN.
 
   Attributes:
     num_slots: number of slots per sequence; None if `RoutingMode` computes it.

@@ -66,7 +66,7 @@ class Slot(config_lib.Validated, abc.ABC):
     return {}
 
   def with_maps(self, maps: dict[str, 'Slot']) -> 'Slot':
-    """Returns the slot with maps of these names replaced, in its `slots`."""
+    """Returns the slot with maps of these names replaced (in field `slots`)."""
     return dataclasses.replace(self, slots=self.slots + tuple(maps.items()))
 
   def weight_flops(self, name: str, tokens: int) -> dict[str, int]:

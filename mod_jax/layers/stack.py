@@ -1,4 +1,4 @@
-"""A stack of layers: which are routed, how they are scanned, and remat."""
+"""A stack of layers: which are routed, scanned, and recomputed in training."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
@@ -223,7 +223,7 @@ def layer_configs(
 
 
 def _scored_layers(routing: RoutingConfig, num_layers: int) -> dict[int, str]:
-  """Returns the kind of attention score that a layer computes, by its index.
+  """Returns, by layer index, the kind of attention score that a layer computes.
 
   Routed layers choose by these scores of an earlier layer.
   """
@@ -410,7 +410,7 @@ class Stack(nn.Module):
     return self.group.step(layer, x_BLD, *args, router=router, **kwargs)
 
   def _shared(self, x_BLD) -> RouterWeights | None:
-    """Returns the weights of the router that routed layers share, or None."""
+    """Returns the parameters of the router that layers share, or None."""
     return self.router and self.router.weights(x_BLD.shape[-1])
 
 

@@ -10,7 +10,7 @@ from mod_jax import config as config_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvStemConfig:
-  """Convolutions, 7×7 and then 3×3, each with BatchNorm and ReLU."""
+  """A 7×7 convolution, then 3×3 ones, each with BatchNorm and ReLU."""
 
   width: config_lib.Width = 64  # Channels of each convolution.
   depth: config_lib.Unrolled = 3  # Number of convolutions.
@@ -32,7 +32,7 @@ class ConvStemConfig:
     return self.width
 
   def flops(self, height: int, width: int) -> int:
-    """Returns the FLOPs for one picture, those of the convolutions only."""
+    """Returns the convolutions' FLOPs for a picture of this size in pixels."""
     total, inputs = 0, 3
     for i in range(self.depth):
       if i < self.halvings:

@@ -60,11 +60,11 @@ class TokenInfo:
       differentiable; None if nothing is dropped. See
       `attention.masked_attention`. Dropped tokens are not valid either.
     index_BL: int32 position of each token in the row that the model was called
-      with; None if all of its tokens are present, in order.
+      with; None if all tokens of that row are present, in order.
     count_B: int32 number of tokens of each row from which its number of slots
       per expert is computed; None for the row's number of valid tokens.
     size_BL: number of original tokens that each token was merged from; it
-      counts as often in attention. None for 1.
+      counts as often in attention. None if no tokens were merged.
     place_BLD: position embedding that each attention adds to the inputs of its
       queries and keys, but not of its values (Carion et al. 2020); None if the
       features contain positions, or rotary embedding adds them.
@@ -72,7 +72,7 @@ class TokenInfo:
       sequence; None without cross-attention.
     kind_BL: int32 index into `KINDS`; None if tokens have no kind.
     image_places: number of places of each sequence that are reserved for image
-      tokens, of which it may have fewer; static.
+      tokens; a sequence may have fewer image tokens. Static.
   """
 
   position_BL: jax.Array

@@ -32,13 +32,13 @@ def acm_mlp(
   a token that chose it, also in the gradients. Sums are in float32.
 
   For gradients the forward pass keeps the hidden units before the activation,
-  T · N · F numbers in the dtype of x, as a static MLP does. On TPUs it keeps
-  nothing, and the backward pass recomputes the hidden units.
+  T · N · F numbers in the dtype of x, as a static MLP does. On TPUs nothing is
+  kept, and the backward pass recomputes the hidden units.
 
   The number of learners has no gradient. The computation and the result are in
   the dtype of x, to which weights are cast. Non-finite weights of a learner may
   affect tokens that do not run it but share a tile with one that does. On TPUs,
-  a non-finite token may affect the others in its block of 128 tokens.
+  a non-finite token may affect other tokens in its block of 128 tokens.
 
   Args:
     x_TD: tokens, in any order.

@@ -20,9 +20,9 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
   Without `keep`, before_SH is None.
 
   The outer loop is over learners, so that each weight is sliced once. A learner
-  runs on the first tokens in `order`: on whole tiles, and for the rest on the
-  smallest sufficient part of a tile. Each size of a part is compiled apart, so
-  there are few sizes, with small steps only between small sizes.
+  runs on the first tokens in `order`: on whole tiles, and for the last tokens
+  on the smallest sufficient part of a tile. Each size of a part is compiled
+  apart, so there are few sizes, with small steps only between small sizes.
   """
   tokens = x_TD.shape[0]
   learners, hidden, outputs = w2_NFD.shape
@@ -78,7 +78,7 @@ def backward(
 ):
   """Returns gradients of x, w1, b1 and w2, given the gradient g of y.
 
-  It loops over learners and tiles like `forward`, but all tiles have one size.
+  Loops over learners and tiles like `forward`, but all tiles have one size.
   `before_SH` is what `forward` returned.
   """
   tile = dispatch.at_most(x_TD.shape[0], tile)

@@ -14,11 +14,11 @@ and splitting the outputs would recompute the hidden units for each part. A
 static MLP writes its hidden units too, so the cost is the same if all learners
 run.
 
-The gradient works alike. For it, the first kernel also writes the hidden units
-before the activation, from which `_slopes` computes the hidden units after the
-activation and the gradients before it. `_down` turns these gradients into the
-gradient of x. `_weights` computes gradients of weights: sums over the tokens of
-each learner, which are the first in the order.
+The gradient works alike. For the gradient, the first kernel also writes the
+hidden units before the activation. `_slopes` computes from them the units after
+the activation, and the gradients before the activation. `_down` turns these
+gradients into the gradient of x. `_weights` computes gradients of weights: sums
+over the tokens of each learner, which are the first in the order.
 """
 
 import functools

@@ -12,7 +12,7 @@ _MADE_FOR = contextvars.ContextVar('made_for', default=None)
 
 
 def made_for(device: jax.Device):
-  """Returns a context manager; programs in it are traced for another device.
+  """Returns a context manager; programs traced in it are for another device.
 
   For compiling ahead of time: if no backend is named, the choice is as in a
   process that has this device.
@@ -98,7 +98,7 @@ def triton_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> str | None:
 def platform() -> str:
   """Returns the platform for which programs are traced: `cpu`, `cuda`, …
 
-  It is that of this process unless `made_for` sets another.
+  This is the platform of the process, unless `made_for` sets another device.
   """
   if (device := _MADE_FOR.get()) is not None:
     return 'cuda' if device.platform == 'gpu' else device.platform

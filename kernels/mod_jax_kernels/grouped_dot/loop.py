@@ -52,7 +52,7 @@ def weight_gradient(x_TD, dy_TF, size_E):
 
 
 def _rows(tokens, groups):
-  """Returns the rows of a block: about the mean group size, a power of two."""
+  """Returns how many rows a block has: a power of two near the mean group."""
   mean_size = dispatch.at_most(tokens // groups, _BLOCK)
   return 1 << (max(1, mean_size) - 1).bit_length()
 

@@ -202,7 +202,7 @@ def _along(block, index, heads=lambda b, h, *_: h):
 
 
 def _call(kernel, grid, inputs, outputs, *, scratch, parallel=3):
-  """Calls a kernel; absent inputs are passed to it as None."""
+  """Calls a kernel with None for absent inputs, and returns its outputs."""
   present = [(x, spec) for x, spec in inputs if x is not None]
   return pl.pallas_call(
     of_present(kernel, [x for x, _ in inputs]),
