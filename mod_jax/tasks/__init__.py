@@ -4,7 +4,7 @@
 * `phases`: experiments of several runs, each started from the one before;
 * `plain`: the method that `adaptive`, `distilled` and `pruning` extend;
 * `modality`: the interface of `language`, `images`, `detection`, `speech` and
-  `vision_language`; `vision`: the common part of `images` and `detection`;
+  `vision_language`; `vision`: what `images` and `detection` share;
 * `warm_start`: initial weights from another run or from published files;
 * `expert_pictures`: data for the pictures of experts.
 """
@@ -59,7 +59,7 @@ def make_task(config: ExperimentConfig, workdir=None) -> Plain:
 
 
 def load(workdir, *, step: best.Step = None) -> evaluation.Trained:
-  """Returns the task and the parameters of a run; changes nothing on disk.
+  """Reads the task and the parameters of a run; changes nothing on disk.
 
   `step` is the step of the checkpoint, or 'best' for the step in `best.json`;
   None loads the newest usable checkpoint.

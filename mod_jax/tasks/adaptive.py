@@ -25,11 +25,10 @@ from mod_jax.tasks.plain import Plain, joined
 class Adaptive(Plain):
   """Makes a transformer adaptive; see `experiment.ACMObjective`.
 
-  A task is one phase. The first two train each adaptive module separately, on
-  inputs and outputs from one forward pass of the frozen original model; the
-  last trains the whole model. The original may be routed or pruned: then it
-  drops tokens as at inference, and adaptive modules learn from the tokens that
-  reach them.
+  A task is one phase. The first two phases train each adaptive module
+  separately, on inputs and outputs from one forward pass of the frozen original
+  model; the last phase trains the whole model. If the original is routed or
+  pruned, adaptive modules learn from the tokens that reach them.
   """
 
   def __init__(self, config, modality):
@@ -67,7 +66,7 @@ class Adaptive(Plain):
     return None if self.objective.phase == 'end_to_end' else self.converted()
 
   def converted(self):
-    """Returns the variables of the original model, which is made adaptive."""
+    """Reads the variables of the original model, which is made adaptive."""
     return self.load_teacher(
       acm.without(self.config.model),
       'init is missing: learners and gates learn from the model that is'
@@ -102,7 +101,11 @@ class Adaptive(Plain):
     return pairs, ({'loss': (loss * count, count)}, model_state)
 
   def _capture(self, teacher, batch, rng, *, train):
-    """Returns `acm.Captured` of each dense module to be replaced, by name."""
+    """Runs the teacher, with the routing of training if `train` is set.
+
+    Returns input and output (`acm.Captured`) of each module to be replaced, by
+    name.
+    """
     model, mode = self.config.model, Mode()
     if train and model.routing is not None:
       mode = Mode(routing=model.routing.train_mode)
@@ -111,12 +114,15 @@ class Adaptive(Plain):
     return acm.capture(model, teacher, *args, mode=mode, rngs=rngs, **kwargs)
 
   def _run_all(self, module, params, z_BLD):
-    """Returns h(z, k) of a module for every k, and the choice of its gate."""
+    """Returns a module's output for each number of learners, and its choice.
+
+    The outputs, [K, B, L, D], are those of 0 to N learners.
+    """
     module = ACM(module, mode='all', dtype=self.dtype)
     return module.apply({'params': params}, z_BLD)
 
   def _module_loss(self, module, params, seen):
-    """Returns a module's loss on the captured input and output, `seen`."""
+    """Returns (total, count) of a module's loss on `seen`, its `Captured`."""
     sums_KBLD, choice = self._run_all(module, params, seen.z_BLD)
     if self.objective.phase == 'learners':
       return acm_losses.distillation(sums_KBLD, seen.y_BLD, seen.valid_BL)
@@ -167,8 +173,8 @@ class Adaptive(Plain):
   def flops_per_step(self, static_args):
     """Returns the FLOPs of a step; a backward pass counts as two forward ones.
 
-    The phases `learners` and `gates` add a forward pass of the teacher, and
-    `gates` one of the learners, which it does not train.
+    The phases `learners` and `gates` add a forward pass of the teacher; `gates`
+    also adds a forward pass of the learners, which it does not train.
     """
     model, batch = self.config.model, self.config.train.batch_size
     if self.objective.phase in ('end_to_end', 'all'):
@@ -197,12 +203,14 @@ class Adaptive(Plain):
   def eval_modes(self, *, more=False):
     """Returns modes for each number of learners, and for trained gates.
 
-    `k2/…` are metrics with two learners in every module. With gates there are
-    also `load`, the mean share of the learners' cost that is spent on tokens
-    that reach them; `load_std` and `token_std`, its standard deviations over
-    rows and over tokens; `budget_error`; and `gmacs` of an image or sequence,
-    in billions of multiply-accumulates. A routed model with gates is evaluated
-    under top-k and under the other rules, as `never/…` and so on.
+    The metrics `k2/…` are measured with two learners in every module. Trained
+    gates have further metrics. `load` is the fraction of the cost of all
+    learners that a row spends on the tokens that reach them, averaged over
+    rows; `load_std` and `token_std` are standard deviations of this fraction
+    over rows and over tokens. `budget_error` is the load minus the budget, and
+    `gmacs` are billions of multiply-accumulates of a row. A routed model with
+    gates is evaluated under top-k, without a prefix, and under its other rules,
+    with prefixes such as `never/`.
     """
     if more:
       return {}
@@ -240,7 +248,7 @@ class Adaptive(Plain):
     }
 
   def _whole(self, choices) -> float:
-    """Returns one token's cost of all learners of the modules in `choices`."""
+    """Returns what all learners of the modules in `choices` cost per token."""
     reached = [self.learners[name] for name in choices]
     return sum(learners.cost * learners.max for learners in reached)
 
@@ -249,8 +257,8 @@ class Adaptive(Plain):
 
     `spent` is the cost of the learners that the token ran, and `whole` the cost
     of all learners of the modules that it reached; both are 0 for a token that
-    reached no module. `length` is the number of tokens of a row; None for that
-    of the modality or, if it has none, of the model.
+    reached no module. `length` is the number of tokens of a row; None takes the
+    modality's length or, if the modality has none, the model's.
     """
     if length is None:
       (length,) = self.modality.length or (self.config.model.num_tokens,)
@@ -270,19 +278,19 @@ class Adaptive(Plain):
     return total_BL2[..., 0], total_BL2[..., 1]
 
   def share_per_token(self, choices, length=None) -> jax.Array:
-    """Returns share_BL: cost of the learners that a token ran, over all cost.
+    """Returns share_BL: the fraction of the learners' cost that a token spent.
 
-    The latter is that of all learners of all modules in `choices`, whether or
-    not the token reaches them. `choices` are the gates' choices of some or all
-    adaptive modules, by name; `length` as for `_compute`.
+    It is a fraction of the cost of all learners of all modules in `choices`,
+    whether or not the token reaches them. `choices` are the gates' choices of
+    some or all adaptive modules, by name; `length` is as for `_compute`.
     """
     return self._compute(choices, length)[0] / self._whole(choices)
 
   def load_per_row(self, choices) -> jax.Array:
-    """Returns load_B: cost of the learners that a row ran, over all cost.
+    """Returns load_B: the fraction of the learners' cost that a row spent.
 
-    The latter is that of all learners, summed over the tokens that reach each
-    module, as in the budget loss.
+    It is a fraction of the cost of all learners, summed over the tokens that
+    reach each module, as in the budget loss.
     """
     spent_BL, whole_BL = self._compute(choices)
     return _ratio(spent_BL.sum(axis=-1), whole_BL.sum(axis=-1))
@@ -302,8 +310,9 @@ class Adaptive(Plain):
   def macs(self, load: float = 1.0, learners: int | None = None) -> float:
     """Returns multiply-accumulates of an image or sequence.
 
-    `load` is the mean share of the learners' cost under the gates, on tokens
-    that reach them. With a fixed number of `learners`, gates do not count.
+    `load` is the mean fraction of the learners' cost that the gates spend on
+    tokens that reach them. If `learners` is given, every token runs that number
+    of learners: `load` is ignored, and the gates are not counted.
     """
     parts = self._flops_by_part()
     if learners is not None:
@@ -313,7 +322,7 @@ class Adaptive(Plain):
     return sum(parts.values()) / 2
 
   def _flops_by_part(self):
-    """Returns the FLOPs of all layers with all learners, by part."""
+    """Sums the model's `flops_table` over layers; all learners are counted."""
     parts = collections.Counter()
     for _, row in self.config.model.flops_table(*self.modality.length):
       parts.update(row)
@@ -359,8 +368,8 @@ class Adaptive(Plain):
     if self.objective.phase in ('learners', 'gates'):
       # In the end-to-end phase learners no longer imitate the dense module.
       figures = self._error_map(params)
-    # Without its adaptive modules the model is not dense: draw its routing,
-    # pruning, merging or experts.
+    # If the model is not dense even without its adaptive modules, draw its
+    # routing, pruning, merging or experts.
     if acm.without(model) != model.dense_twin():
       figures |= self.modality.pictures(self, params, model_state)
     if self.objective.phase == 'learners' or self.objective.static_learners:
@@ -368,7 +377,11 @@ class Adaptive(Plain):
     return figures | self.modality.load_pictures(self, params, model_state)
 
   def _error_map(self, params):
-    """Plots the error of the first FFN by number of learners, as Figure 5."""
+    """Plots a module's error by number of learners, as Figure 5 of the paper.
+
+    The module is the first MLP or, without one, the first adaptive module.
+    Returns no figure if the converted model is not found.
+    """
     name = next(
       (n for n in self.modules if n.endswith('/mlp')), next(iter(self.modules))
     )

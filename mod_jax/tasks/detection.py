@@ -103,7 +103,7 @@ class Detection(Vision):
     return {'loss': loss, ROWS: Rows((rows,))}
 
   def of_rows(self, rows):
-    """Returns mean average precisions."""
+    """Returns mean average precisions, and each class's as `ap/<class>`."""
     found = map(Boxes, rows['guess'], rows['found'], rows['score'])
     there = [
       Boxes(label_T[label_T >= 0], box_T4[label_T >= 0])
@@ -140,10 +140,11 @@ class Detection(Vision):
 def draw(
   model, output, shown_BHWC, size_B2, classes, least: float = LEAST_SCORE
 ):
-  """Returns pictures of the boxes and, of a routed model, of its tokens.
+  """Returns a figure, by name, of images with the boxes that were found.
 
-  `shown_BHWC` are padded uint8 images, and `size_B2` their heights and widths
-  without padding. Boxes with a score of at least `least` are drawn.
+  For a routed model it also shows the tokens that each routed block processes.
+  `shown_BHWC` are padded uint8 images, and `size_B2` are their heights and
+  widths without padding. Boxes with a score of at least `least` are drawn.
   """
   found = [
     boxes_of(*x, classes, size, least)
@@ -168,7 +169,8 @@ def boxes_of(logits_QV, boxes_Q4, classes, size, least: float):
   """Returns an image's detections with a score of at least `least`.
 
   They are [(class name, score, (left, top, right, bottom) in pixels)], best
-  first. `size` is (height, width).
+  first. `size` is (height, width). A class that `classes` does not name, or any
+  class if `classes` is None, is named by its number.
   """
   p_QV = np.asarray(jax.nn.softmax(jnp.asarray(logits_QV)))[:, :-1]
   score_Q, label_Q = p_QV.max(axis=-1), p_QV.argmax(axis=-1)

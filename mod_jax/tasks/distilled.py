@@ -1,4 +1,4 @@
-"""Training of a routed language model with its dense original as teacher."""
+"""Trains a routed language model with its dense original as teacher."""
 
 from mod_jax import flops, losses
 from mod_jax.tasks.plain import Plain
@@ -34,7 +34,7 @@ class Distilled(Plain):
     return [scaled], {'distillation': (total, count)}
 
   def flops_per_step(self, static_args):
-    """Counts three passes of the student, and one of the teacher."""
+    """Returns FLOPs of training the student and of a teacher's forward pass."""
     dense = self.config.model.dense_twin()
     teacher = flops.forward(dense, *self.modality.length)
     rows = self.config.train.batch_size
@@ -42,5 +42,5 @@ class Distilled(Plain):
 
 
 def _without_targets(batch):
-  """Returns the batch without targets, so that models return logits."""
+  """Returns the batch without targets; then models return logits, no loss."""
   return {name: x for name, x in batch.items() if name != 'targets'}

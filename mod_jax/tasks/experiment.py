@@ -22,19 +22,21 @@ from mod_jax.runs.run_config import RunConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PruningObjective(config_lib.Validated):
-  """The weights of DynamicViT's losses.
+  """Loss weights of the training of a DynamicViT, and its teacher.
 
-  Rao et al. 2021, section 3.4, Eq. 16 as published. The ratio loss only applies
-  if training masks patches: with the scores `predicted` and `static`. The two
-  distillation losses need a teacher: the backbone, trained without dropping.
+  The losses are those of Rao et al. 2021, section 3.4, Eq. 16 as published. The
+  ratio loss applies only to the scores `predicted` and `static`, with which
+  training masks patches. The two distillation losses need a teacher: the
+  backbone, trained without dropping patches.
   """
 
-  classification: config_lib.Weight = 1.0  # Weight of the cross-entropy.
-  # Weight of the squared error of the fractions of patches kept.
+  classification: config_lib.Weight = 1.0  # Loss weight of the cross-entropy.
+  # Loss weight of the squared error of the fractions of patches kept.
   ratio: config_lib.Weight = 2.0
-  # Weight of the squared distance to the teacher's features, on kept tokens.
+  # Loss weight of the squared distance to the teacher's features, on kept
+  # tokens. The score `structural` does not use it.
   token_distillation: config_lib.Weight = 0.5
-  # Weight of the divergence from the teacher's predictions.
+  # Loss weight of the divergence from the teacher's predictions.
   logit_distillation: config_lib.Weight = 0.5
   # Workdir or checkpoint with the teacher's weights; None = `init`.
   teacher: str | None = None
@@ -46,7 +48,7 @@ class PruningObjective(config_lib.Validated):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
-  """One phase of a run: settings that replace those of the run."""
+  """Settings of one phase (see `phases`), in place of the experiment's."""
 
   num_steps: config_lib.Count  # Steps of the phase; 0 skips it.
   batch_size: config_lib.Size  # Rows of a step.
@@ -70,9 +72,9 @@ class PhaseConfig:
 class ACMObjective(config_lib.Validated):
   """How a model becomes an adaptive one: Wójcik et al. 2023, section 3.
 
-  Three phases, each a run of its own: `learners` imitate the modules that they
-  replace; `gates` learn from labels how many learners a token needs;
-  `end_to_end` trains all parameters for the task at the budget.
+  There are three phases, each a run of its own. `learners` imitate the modules
+  that they replace; `gates` learn from labels how many learners a token needs;
+  `end_to_end` trains the whole model on the task, and holds it to the budget.
   """
 
   # The phase to train, or all in turn.
@@ -81,13 +83,13 @@ class ACMObjective(config_lib.Validated):
   budget: config_lib.Proper = 0.5
   # τ: one more learner is worth its cost if it divides the error by at least τ.
   tau: Annotated[float, config_lib.Range(gt=1)] = 1.2
-  budget_weight: config_lib.Weight = 0.1  # α_b: weight of the budget loss.
-  # α_e: weight of the entropy loss.
+  budget_weight: config_lib.Weight = 0.1  # α_b: loss weight of the budget.
+  # α_e: loss weight of the entropy.
   entropy_weight: config_lib.Weight = 0.05
-  # α_d: weight of the diversity loss.
+  # α_d: loss weight of the diversity.
   diversity_weight: config_lib.Weight = 0.05
   # Factor on the learning rate of the gates in `end_to_end`; 1 in the paper.
-  # Short runs need more: Adam moves a weight of a gate by about the learning
+  # Short runs need more: Adam moves a parameter of a gate by about the learning
   # rate per step, at most.
   gate_rate: config_lib.Weight = 1.0
   # Fraction of the steps of `end_to_end` in which gates sample their choices; 1
@@ -97,8 +99,9 @@ class ACMObjective(config_lib.Validated):
   # Number of learners that every token runs in `end_to_end`; 0 = the gates
   # choose. For comparison with a static model of equal cost.
   static_learners: config_lib.Count = 0
-  # Weights of the model without adaptive modules, the teacher of the first two
-  # phases. None = those at `init`; if an adaptive run is there, its teacher.
+  # Path of the weights of the model without adaptive modules, which teaches in
+  # the first two phases. None = `init` or, if that is an adaptive run, the
+  # teacher of that run.
   teacher: str | None = None
   learners: PhaseConfig = PhaseConfig(
     num_steps=2000, batch_size=64, learning_rate=1e-3
@@ -112,7 +115,7 @@ class ACMObjective(config_lib.Validated):
 
   @property
   def phases(self) -> dict[str, PhaseConfig]:
-    """The phases in order, by name, without those skipped."""
+    """The config of each phase, by name, in order, without skipped phases."""
     names = ('learners', 'gates', 'end_to_end')
     named = {name: getattr(self, name) for name in names}
     return {name: phase for name, phase in named.items() if phase.num_steps}
@@ -120,14 +123,14 @@ class ACMObjective(config_lib.Validated):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConversionObjective(config_lib.Validated):
-  """Distillation of a dense language model into the routed one made of it.
+  """Distils a dense language model into the routed model that is made of it.
 
-  The divergence from the dense model's predictions is added to the loss. Each
-  step takes a forward pass of the dense model, and holds all logits at once,
-  which needs more memory.
+  The divergence from the dense model's predictions is added to the loss. Hence
+  each step also takes a forward pass of the dense model, and holds all logits
+  at once, which needs more memory.
   """
 
-  # Weight of the divergence from the dense model's predictions.
+  # Loss weight of the divergence from the dense model's predictions.
   distillation: config_lib.Positive = 1.0
   # Workdir or checkpoint with the dense model's weights; None = `init`.
   teacher: str | None = None
@@ -148,14 +151,14 @@ _PICTURES = (ImageDataConfig, DetectionDataConfig, ConversationDataConfig)
 
 
 def _within(model) -> str:
-  """Returns the prefix of a vision transformer's fields, as 'backbone.'."""
+  """Returns what precedes `image_size` in a model's config, as 'backbone.'."""
   if isinstance(model, VLMConfig):
     return f'tower.{_within(model.tower)}'
   return 'backbone.' if isinstance(model, DynamicViTConfig) else ''
 
 
 def _objective_of(model) -> type | None:
-  """Returns the class of a model's objective; None if it has no objective."""
+  """Returns the class that a model's objective must have; None for no class."""
   # Test this first: a pruned or routed model may have adaptive modules, too,
   # and these are trained after it.
   if model.adaptive is not None:
@@ -168,7 +171,7 @@ def _objective_of(model) -> type | None:
 
 
 def _parts(model) -> list[str]:
-  """Returns the used fields of conditional computation, as `model.routing`."""
+  """Returns which fields set conditional computation, as 'model.routing'."""
   inner, parts = 'model.', []
   if isinstance(model, DynamicViTConfig):
     inner, parts = 'model.backbone.', ['model.stages']
@@ -193,7 +196,7 @@ ModelConfig = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExperimentConfig(RunConfig):
-  """The config of a run, saved as `config.json` beside its checkpoints."""
+  """The config of a run; `config.json` in the run's directory holds it."""
 
   # A language model, a vision transformer (dense, routed or pruned), a
   # detector, a speech recogniser, or a vision-language model.
@@ -220,10 +223,10 @@ class ExperimentConfig(RunConfig):
       raise errors.UserError(problem)
 
   def implied(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns further fields that `config.replace` changes with `changes`.
+    """Returns the further fields that `config.replace` sets beside `changes`.
 
-    The model and the data each have a field for the size of the images: if only
-    one of them is changed, the other follows.
+    The model and the data each have a field `image_size`: if `changes` has only
+    one of the two fields, the other one gets the same value.
     """
     if not isinstance(self.data, _PICTURES):
       return {}
@@ -239,7 +242,7 @@ class ExperimentConfig(RunConfig):
     return dict.fromkeys(sizes - given, changes[given.pop()])
 
   def _problems(self) -> Iterator[str]:
-    """Yields errors about parts of the config that do not fit together."""
+    """Yields an error message for each pair of fields that do not fit."""
     model, data, objective = self.model, self.data, self.objective
     kind, adaptive, parts = type(model).__name__, model.adaptive, _parts(model)
     data_class, expected = _DATA[type(model)], _objective_of(model)

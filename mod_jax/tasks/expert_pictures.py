@@ -1,4 +1,4 @@
-"""Data for the pictures of experts: assignments of tokens, and loads."""
+"""Data for the pictures of experts: which tokens they take, and how many."""
 
 from collections.abc import Sequence
 
@@ -22,10 +22,10 @@ def takers(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns expert_RBL, more_RBL and dropped_RBL of sequences of L tokens.
 
-  These are: of the experts that ran on a token, the one with the largest logit,
-  or `viz.NO_EXPERT`; whether further experts ran on the token; and whether a
-  chosen expert had no slot for it. Padding and tokens that a routed block does
-  not process are `viz.NOT_THERE`.
+  expert_RBL has, of the experts that ran on a token, the one with the largest
+  logit, or `viz.NO_EXPERT`; padding and tokens that a routed block does not
+  process are `viz.NOT_THERE`. more_RBL says whether further experts ran on the
+  token, and dropped_RBL whether an expert that it chose did not.
   """
   blocks_maps = []
   for assigned in jax.device_get(list(layers)):
@@ -53,11 +53,14 @@ def takers(
 
 
 def load_picture(task, params, model_state, mode: Mode, title: str):
-  """Draws how many held-out tokens each expert takes."""
+  """Returns a figure of how many held-out tokens each expert takes."""
   experts = task.config.model.experts
 
   def count(output, batch):
-    """Returns by layer counts of choices, of expertless tokens, of tokens."""
+    """Counts, in each layer, the tokens that each expert or no-op takes.
+
+    Also counts the tokens that no expert takes, and all tokens.
+    """
     # Rows that only fill the batch do not count.
     real_B11 = task.modality.token_weights(batch).any(axis=-1)[:, None, None]
     counts = []

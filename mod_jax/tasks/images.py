@@ -140,7 +140,7 @@ class Images(Vision):
     return metric_sums
 
   def of_rows(self, rows):
-    """Returns the mean recall or, of several labels, average precisions."""
+    """Returns the mean recall or, with `multi_label`, average precisions."""
     if self.multi_label:
       ap_V = classification.average_precision(rows['label'], rows['score'])
       named = zip(self.classes, ap_V, strict=True)
@@ -184,7 +184,7 @@ class Images(Vision):
     return by_name
 
   def named(self, label) -> str:
-    """Returns a class's name or, of several labels, those of the true ones."""
+    """Returns a class's name or, with `multi_label`, the true labels' names."""
     if not self.multi_label:
       return self.classes[label]
     true = np.flatnonzero(label)
@@ -205,11 +205,14 @@ class Images(Vision):
 
   @property
   def _grid(self) -> tuple[int, int]:
-    """Rows and columns of patches."""
+    """Number of rows and of columns of patches."""
     return (self._backbone.grid,) * 2
 
   def look(self, task, params, model_state):
-    """Returns images, labels, the model's output, and its intermediates."""
+    """Returns a few images, their captions, and the model's output on them.
+
+    The images are uint8. The fourth result is the model's `intermediates`.
+    """
     batch = self.examples(_PICTURED)
     output, state = task.on_examples(
       *(params, model_state, batch, Mode()), mutable='intermediates'
@@ -281,7 +284,7 @@ class Images(Vision):
     )
 
   def _left(self, output, block):
-    """Returns mask_BL: the tokens of each image that reach a block."""
+    """Returns left_BL: whether each token of each image reaches a block."""
     model = self.config.model
     left_BL = np.ones((len(output.logits_BV), model.num_tokens), bool)
     for s, stage in enumerate(getattr(model, 'stages', ())):
@@ -308,7 +311,10 @@ class Images(Vision):
     )
 
   def _kept(self, task, params, model_state):
-    """Returns kept_SN, the share of images keeping a patch, and their count."""
+    """Returns kept_SN and the number of held-out images that are counted.
+
+    kept_SN is the fraction of the images in which stage S keeps patch N.
+    """
     total_SN, count = 0.0, 0
     for batch, kept_SN in task.over_held_out(
       lambda output, batch: jnp.einsum(

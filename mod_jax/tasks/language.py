@@ -1,4 +1,4 @@
-"""Language modelling."""
+"""Language modelling: batches, metrics, samples, and pictures of routing."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ _DROP = 'drop_'
 
 
 class Language(Modality):
-  """Next-token prediction, and metrics of Mixture-of-Depths."""
+  """Next-token prediction; routed models are judged under each routing rule."""
 
   unit, loss_unit = 'tokens', 'token'
   row = 'sequences'
@@ -40,8 +40,9 @@ class Language(Modality):
   def __init__(self, config, workdir=None):
     """Keeps the config; reads no data.
 
-    On first use, a learned tokenizer is read from the run's directory, or else
-    from the run at `config.init`: its training text may have changed since.
+    On first use, a learned tokenizer is read from `workdir`, or else from the
+    run at `config.init`, since the text that it learned from may have changed.
+    If both lack the tokenizer, it is learned from the training text.
     """
     super().__init__(config)
     self.length = (config.data.length,)
@@ -73,7 +74,7 @@ class Language(Modality):
     return text.make_tokenizer(self._data)
 
   def use_tokenizer(self, kind: str, path: str) -> None:
-    """Sets a tokenizer other than that of the config."""
+    """Replaces the tokenizer; the arguments are those of `tokenizers.make`."""
     # The data config only accepts an empty path with the tokenizer 'bytes'.
     self.tokenizer_source = (kind, '' if kind == 'bytes' else path)
     self.tokenizer = tokenizers.make(kind, path)
@@ -178,16 +179,17 @@ class Language(Modality):
 
   @property
   def _shown(self) -> tuple[str, ...]:
-    """The rules to show: `rules`, and `never` if that can be computed."""
+    """The rules of `modes` and `summary`: `rules` and, if possible, `never`."""
     model = self.config.model
     skips = model.num_routed and (model.experts is None or model.experts.causal)
     return (*self.rules, 'never') if skips else self.rules
 
   def modes(self, *, more=False):
-    """Returns a mode per rule: top-k, the causal ones, and `never`, a baseline.
+    """Returns a mode for each routing rule, by the prefix of its metrics.
 
-    A dense model's metrics have no prefix. `more` evaluates the causal rules
-    with `overflow='drop'`; their losses are named `<rule>/drop_loss`.
+    The rules are top-k, the causal rules, and the baseline `never`. A dense
+    model has one mode, without a prefix. With `more`, the modes are the causal
+    rules with `overflow='drop'`, whose losses are named `<rule>/drop_loss`.
     """
     model = self.config.model
     if more:
@@ -279,7 +281,8 @@ class Language(Modality):
     """Continues tokenized prompts; `kwargs` are those of `sampling.generate`.
 
     `mode` is the model's `decoding_mode` by default. If `max_new_tokens` is
-    None, texts grow up to the length that the model was trained with.
+    None, texts grow up to the length that the model was trained with, and a
+    prompt that leaves no room raises UserError.
     """
     if 'mode' not in kwargs:
       kwargs['mode'] = self.config.model.decoding_mode
@@ -318,7 +321,7 @@ class Language(Modality):
       yield prompt + continuation
 
   def _held_out_words(self) -> str:
-    """Returns the first words of a held-out row, as a prompt."""
+    """Returns up to three first words of a held-out row, as a prompt."""
     (batch,) = self.eval_batches(batch_size=1, num_batches=1)
     length = int(self.token_weights(batch)[0].sum())
     words = self.tokenizer.decode(batch['tokens'][0, :length].tolist()).split()
@@ -327,10 +330,10 @@ class Language(Modality):
     return ' '.join(words[:3])[:room] or '.'
 
   def _look(self, task, params, model_state):
-    """Returns the output on a held-out batch, and facts about its tokens.
+    """Returns (output, pieces, real_BL) of a held-out batch.
 
-    These are the texts of the tokens of the first row, without padding, and
-    real_BL, which is False for padding.
+    `output` is the model's output, `pieces` are the texts of the tokens of the
+    first row, without padding, and real_BL is False for padding.
     """
     ((batch, output),) = task.over_held_out(
       lambda output, _: output, params, model_state, 1
@@ -425,7 +428,7 @@ class Language(Modality):
     return by_name
 
   def load_pictures(self, task, params, model_state):
-    """Draws the learners that each token of a held-out text runs, by block."""
+    """Draws the learners that each token runs, and the load of each row."""
     output, pieces, real_BL = self._look(task, params, model_state)
     choices = stack_lib.collect(output.aux, 'adaptive')
     layers = sorted({int(name.split('/')[0][6:]) for name in choices})

@@ -23,15 +23,15 @@ ROWS = 'rows'  # Name of the `Rows` that `eval_sums` keeps, weights included.
 
 
 class Modality(Data):
-  """Data, head, metrics and pictures of one kind of input.
+  """Batches, losses, metrics and pictures of one kind of input.
 
-  The argument `task` is the `plain.Plain` that uses the modality.
+  The argument `task` of its methods is the `plain.Plain` that uses it.
 
   Attributes:
-    config: the experiment.
+    config: config of the experiment.
     row: what a row of a batch is, in the plural, such as 'images'.
-    length: arguments of a model's `flops_table`: the tokens of a sequence, or
-      none if the model's config determines them.
+    length: arguments of a model's `flops_table`: the number of tokens of a
+      sequence; empty if the model's config determines that number.
     columns: held-out metrics in the summary table.
     loss_unit: for a loss in nats, what it is a mean over, such as 'token'; ''
       for other losses.
@@ -69,7 +69,7 @@ class Modality(Data):
 
   @abc.abstractmethod
   def endless(self, **kwargs):
-    """Returns an endless iterator; keywords as of `batches.endless`."""
+    """Returns endless training batches; keywords as of `batches.endless`."""
 
   @abc.abstractmethod
   def row_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -83,7 +83,10 @@ class Modality(Data):
     }
 
   def split(self, name: str):
-    """Returns the split 'train' or 'eval': `len` in rows, `fingerprint()`."""
+    """Returns the split 'train' or 'eval', which has `len` and `fingerprint`.
+
+    `len` counts rows.
+    """
     raise NotImplementedError  # Override this, or the three methods below.
 
   def rows_per_epoch(self) -> int:
@@ -105,14 +108,14 @@ class Modality(Data):
 
   @abc.abstractmethod
   def inputs(self, batch, *, train: bool) -> tuple[tuple, dict[str, Any]]:
-    """Returns the arguments and keyword arguments of the model."""
+    """Returns the model's positional and keyword arguments for a batch."""
 
   @abc.abstractmethod
   def loss(self, output, batch) -> tuple[Any, Any]:
     """Returns the loss of a training batch: (total, weight)."""
 
   def losses(self, output, batch) -> tuple[list[Pair], MetricSums]:
-    """Returns the terms of the training loss, and sums to report, as `loss`."""
+    """Returns the terms of the training loss, and the metric sums to report."""
     pair = self.loss(output, batch)
     return [pair], {'loss': pair}
 
@@ -131,8 +134,8 @@ class Modality(Data):
     """Returns the modes of evaluation, by prefix, as `Method.eval_modes`.
 
     They are the plain mode and, for routed models, `never/`, which skips the
-    routed blocks. Models whose experts choose tokens lack `never/`, since it
-    would change the choices of the experts, too.
+    routed blocks. Models whose experts choose tokens lack `never/`, since
+    skipping blocks would change the choices of the experts, too.
     """
     if more:
       return {}
@@ -145,7 +148,7 @@ class Modality(Data):
   def finish_metrics(self, metrics: dict[str, Any]) -> dict[str, float]:
     """Returns held-out metrics with derived ones added.
 
-    The `ROWS` that `eval_sums` returns become the metrics of `of_rows`.
+    The metrics of `of_rows` replace the `ROWS` that `eval_sums` returns.
     """
     finished = {}
     for name, value in metrics.items():
@@ -179,7 +182,7 @@ class Modality(Data):
     return {}
 
   def load_pictures(self, task, params, model_state) -> dict[str, 'Figure']:
-    """Returns pictures of an adaptive model's compute by token and row."""
+    """Returns pictures of an adaptive model's compute for tokens and rows."""
     return {}
 
   def studies(self) -> dict[str, Callable[..., Study]]:

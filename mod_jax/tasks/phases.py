@@ -1,7 +1,7 @@
-"""Experiments of several phases: each is a run that starts from the one before.
+"""Experiments of several phases: each phase starts from the one before.
 
-Each phase has its own loop, checkpoints and metrics, can be stopped and resumed
-anywhere, and can be skipped or run alone.
+A phase is a run with its own loop, checkpoints and metrics. It can be stopped
+and resumed anywhere, and can be skipped or run alone.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def _rules(config: ExperimentConfig, phase: str):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """The outcome of an experiment."""
+  """What `complete` returns: final metrics, or why training diverged."""
 
   metrics: dict[str, float]  # Final held-out metrics; empty if it diverged.
   diverged: str = ''  # Error message of a training that diverged, else ''.
@@ -165,7 +165,10 @@ def _with_objective(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:
-  """Returns the config with `num_epochs` converted to `num_steps`."""
+  """Returns the config with `num_epochs` converted to `num_steps`.
+
+  Reads the training data to count their rows.
+  """
   epochs, data = config.train.num_epochs, config.data
   if epochs is None:
     return config
@@ -180,9 +183,10 @@ def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:
 
 
 def _check_alone(config: ExperimentConfig) -> None:
-  """Raises UserError if a phase that is trained alone cannot start at `init`.
+  """Raises UserError if the phase `objective.phase` cannot be trained alone.
 
-  All phases but the first need a run of the phase before there.
+  Its steps must not be 0 and, unless it is the first phase, `init` must be a
+  run of the phase before.
   """
   phase, phases = config.objective.phase, list(config.objective.phases)
   if phase not in phases:
@@ -232,7 +236,10 @@ def _dense(config: ExperimentConfig) -> ExperimentConfig:
 def _phase(
   config: ExperimentConfig, name: str, init: str | None
 ) -> ExperimentConfig:
-  """Returns the config of the run of one phase."""
+  """Returns the config of the run of one phase, which starts from `init`.
+
+  Raises UserError if the config has optimiser rules other than the phase's.
+  """
   phase, rules = getattr(config.objective, name), _rules(config, name)
   # The config of a phase's own run has the phase's rules already.
   if config.optimizer.rules not in ((), rules):
@@ -259,7 +266,10 @@ def _objective_at(init: str) -> ACMObjective | None:
 
 
 def _teacher(config: ExperimentConfig) -> str | None:
-  """Returns the path of the weights of the model that is made adaptive."""
+  """Returns the path of the weights of the model that is made adaptive.
+
+  It is None if `init` is None.
+  """
   objective = config.init and _objective_at(config.init)
   return (objective and objective.teacher) or config.init
 
@@ -277,7 +287,8 @@ def train(
   Args:
     config: the experiment.
     workdir: directory of its last run.
-    max_steps: stop after this many steps in this call, over all phases.
+    max_steps: stop after this many steps in this call, counted over all phases;
+      None trains to the end.
     allow_changed_data: only warn if the data differ from a checkpoint's.
     **kwargs: further arguments of `loop.train`, for each phase.
 
@@ -322,7 +333,8 @@ def finished(
   Returns None if the run is missing, not finished, or has another config.
 
   Raises:
-    UserError: the data have changed since the run was finished.
+    UserError: the data have changed since the run was finished; with
+      `allow_changed_data` this is only a warning.
   """
   if not workdir_lib.holds_run(workdir):
     return None

@@ -66,8 +66,9 @@ class Plain(Method):
   def load_teacher(self, model, way_out: str, **kwargs):
     """Returns the variables of the teacher, a frozen model.
 
-    Its weights are at `objective.teacher` or, if that is None, at `init`; if
-    both are None, `way_out` is the error message. `kwargs` as for `load_whole`.
+    Its weights are at `objective.teacher` or, if that is None, at `init`. If
+    both are None, raises UserError with the message `way_out`. `kwargs` are
+    those of `load_whole`.
     """
     path = self.config.objective and self.config.objective.teacher
     path = path or self.config.init
@@ -76,9 +77,9 @@ class Plain(Method):
     return self.load_whole(path, model, **kwargs)
 
   def load_whole(self, init: str, model, **kwargs) -> dict[str, Any]:
-    """Returns the variables of a model, all from the weights at `init`.
+    """Returns a model's variables, which all come from the weights at `init`.
 
-    `kwargs` are `new` and `dropped`, as for `warm_start.load_weights`.
+    `kwargs` are `new` and `dropped` of `warm_start.load_weights`.
     """
     state = protocol.shapes(model)
     params, model_state = warm_start.load_weights(
@@ -89,8 +90,9 @@ class Plain(Method):
   def beginning(self, params, model_state, mesh):
     """Returns a line with the held-out losses of the routed and dense model.
 
-    Warns if they differ. Returns '' if the model is not routed, is adaptive, or
-    starts from the weights of a routed model.
+    Warns if the losses differ by more than `_ALIKE`. Returns '' if the model is
+    not routed, is adaptive, or starts from the weights of a routed model, and
+    if the held-out rows have no loss.
     """
     config = self.config
     if config.model.routing is None or config.model.adaptive is not None:
@@ -241,7 +243,7 @@ class Plain(Method):
   def apply(self, params, model_state, batch, key, mode, model=None, **kwargs):
     """Returns the output of a model on a held-out batch.
 
-    `model` is a config; None is that of the task. `kwargs` are further
+    `model` is a config; None takes the task's config. `kwargs` are further
     arguments of Flax's `apply`.
     """
     args, inputs = self.modality.inputs(batch, train=False)
@@ -273,7 +275,7 @@ class Plain(Method):
       yield batch, jax.device_get(run(params, model_state, batch))
 
   def on_examples(self, params, model_state, batch, mode, **kwargs):
-    """Returns `apply` of a small batch, run on one device, as NumPy arrays."""
+    """Computes `apply` of a small batch on one device; returns NumPy arrays."""
     with one_device(params, model_state) as variables:
       key = jax.random.key(self.config.seed)
       look = jax.jit(functools.partial(self.apply, mode=mode, **kwargs))
@@ -344,7 +346,10 @@ def at_floor(model, floor: float):
 
 
 def _with_all_tokens(model):
-  """Returns a config that computes the dense model: capacity 1, and no gate."""
+  """Returns a routed config that computes the dense model's output.
+
+  Its capacity is 1, and it has no gate.
+  """
   placement = ('period', 'offset', 'first', 'layers', 'capacity_schedule')
   all_tokens = type(model.routing)(
     **{name: getattr(model.routing, name) for name in placement},
@@ -363,10 +368,12 @@ def routing_losses(
 ) -> Losses:
   """Returns the losses of routed layers, and metric sums to report.
 
-  `config.router_loss` is the weight of the router's auxiliary cross-entropy,
-  and `config.balance_loss` that of the loss which pulls the fraction of tokens
-  that want to enter towards the capacity. The predictor's cross-entropy has
-  weight 1: its gradients reach no other parameters.
+  The router and the predictor learn by cross-entropy which tokens top-k
+  chooses. `config.router_loss` is the loss weight of the router; the predictor
+  has loss weight 1, since its gradients reach no other parameters.
+  `config.balance_loss` is the weight of the loss that pulls the fraction of
+  tokens with a score above 0 towards the capacity. `valid_BL` is False for
+  padding; None means that there is none.
   """
   pairs, metric_sums = [], {}
   # Scores that are attention, or that ignore the tokens, come from no router.
@@ -408,8 +415,8 @@ def routing_losses(
 def expert_losses(config: ExpertsConfig, layers: Sequence[Assigned]) -> Losses:
   """Returns the losses of experts, averaged over layers, and metric sums.
 
-  Balance is computed in each layer: in loads summed over layers, the imbalances
-  of different layers could cancel.
+  The balance loss is computed in each layer, since in loads summed over layers
+  the imbalances of different layers could cancel.
   """
   pairs, metric_sums = [], expert_loads(layers)
   for assigned in layers:

@@ -81,7 +81,7 @@ class Pruning(Plain):
     return losses.token_distillation(features_BKD, teacher_BND, keep_BN)
 
   def flops_per_step(self, static_args):
-    """Counts three passes of the student and, if any, one of the teacher."""
+    """Returns FLOPs of training the student and of a teacher's forward pass."""
     model = self.config.model
     total = flops.train(model, frozen=self._frozen)
     if self.objective.needs_teacher:

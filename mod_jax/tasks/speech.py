@@ -35,8 +35,8 @@ class Speech(Modality):
   def __init__(self, config, workdir=None):
     """Keeps the config; reads no data.
 
-    A vocabulary that was made of transcripts is read from the run's directory,
-    or else from the run at `config.init`.
+    On first use, a vocabulary that was made of transcripts is read from
+    `workdir`, or else from the run at `config.init`.
     """
     super().__init__(config)
     self._workdir = workdir
@@ -75,10 +75,10 @@ class Speech(Modality):
     return f'{super().data_summary()}, {len(self.vocabulary)} characters'
 
   def row_shapes(self):
-    """Returns the shapes of the longest bucket, by name.
+    """Returns the shapes of a row of the longest bucket, by name.
 
     There are as many labels as frames: longer transcripts are infeasible. The
-    batches of other buckets are smaller.
+    rows of other buckets are smaller.
     """
     return {
       'wave': ((self.config.data.samples[-1],), 'float32'),
@@ -138,7 +138,10 @@ class Speech(Modality):
     return losses.ctc.text_rates(pairs)
 
   def letters(self, best_L) -> list[tuple[str, int]]:
-    """Returns the recognised letters and spaces, each with its first frame."""
+    """Returns the recognised letters and spaces, each with its first frame.
+
+    `best_L` has the likeliest label of each frame.
+    """
     labels, frames = transcripts.greedy(
       np.asarray(best_L), self.vocabulary.blank
     )
@@ -146,7 +149,10 @@ class Speech(Modality):
     return [(letter, frame) for letter, frame in heard if letter]
 
   def heard(self, best_L) -> tuple[str, list[tuple[str, int]]]:
-    """Returns the recognised text, and its words with their first frames."""
+    """Returns the recognised text, and its words with their first frames.
+
+    `best_L` has the likeliest label of each frame.
+    """
     words, fresh = [], True
     for letter, frame in self.letters(best_L):
       if letter == ' ':
@@ -175,7 +181,7 @@ class Speech(Modality):
     )
 
   def load_pictures(self, task, params, model_state):
-    """Draws the compute over time above the spectrograms."""
+    """Draws an adaptive model's compute over time above spectrograms."""
 
     def look(output, batch):
       choices = stack_lib.collect(output.aux, 'adaptive')
@@ -217,9 +223,10 @@ class Speech(Modality):
   # Use.
 
   def transcribe(self, apply, recordings) -> list['Transcript']:
-    """Returns the transcripts of audio files.
+    """Returns the transcripts of audio files, whose paths are `recordings`.
 
-    `apply` is the compiled model with its parameters.
+    `apply` is the compiled model with its parameters. Raises UserError if a
+    recording is shorter than a frame.
     """
     seconds = math.prod(self.config.model.conv_strides) / self.config.data.rate
     found = []
@@ -233,7 +240,8 @@ class Speech(Modality):
   def draw(self, task, apply, recordings):
     """Returns a figure of audio files: compute and letters over time.
 
-    `apply` is the compiled model with its parameters.
+    `apply` is the compiled model with its parameters. Raises UserError if the
+    model is not adaptive.
     """
     if self.config.model.adaptive is None:
       raise errors.UserError(
@@ -253,7 +261,7 @@ class Speech(Modality):
     return self._load_over_time(shown)
 
   def _read(self, recordings) -> list[tuple[np.ndarray, int]]:
-    """Returns the samples of each file, and its number of frames."""
+    """Returns (samples, number of frames) of each file, normalised."""
     model, rate = self.config.model, self.config.data.rate
     prepared = []
     for path in recordings:
@@ -268,7 +276,7 @@ class Speech(Modality):
     return prepared
 
   def _listen(self, apply, samples_T, frames):
-    """Returns the model's output on a recording, possibly padded."""
+    """Returns the model's output on a recording, which may be padded."""
     model = self.config.model
     length = len(samples_T)
     # Pad the frames to a power of two, so that few programs are compiled. The
@@ -281,13 +289,13 @@ class Speech(Modality):
 
 
 def _best(output, frames):
-  """Returns the likeliest label of each frame."""
+  """Returns best_L, the likeliest label of each frame of the first row."""
   return np.asarray(output.logits_BLV[0, :frames].argmax(axis=-1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Transcript:
-  """A transcript of a recording.
+  """What was recognised in a recording.
 
   Attributes:
     text: the transcript.

@@ -1,7 +1,4 @@
-"""The part that image classification and object detection share.
-
-Figures are drawn by `images` and `detection`.
-"""
+"""Batches, files and summaries that `images` and `detection` share."""
 
 import abc
 import json
@@ -47,7 +44,10 @@ class Vision(Modality):
     return self.reader.eval_batches(self.config.data, **kwargs)
 
   def examples(self, count: int) -> dict[str, np.ndarray]:
-    """Returns `count` images, or all, spread evenly over the held-out data."""
+    """Returns a batch of `count` images spread evenly over the held-out data.
+
+    The batch is smaller if there are fewer images.
+    """
     batch = next(iter(self.eval_batches(batch_size=count, num_batches=1)))
     real_B = batch['weight'] > 0
     return {name: value[real_B] for name, value in batch.items()}

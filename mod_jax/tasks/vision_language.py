@@ -26,12 +26,16 @@ _QUESTION, _ANSWER = map(KINDS.index, ('question', 'answer'))
 _PICTURED = 4  # Held-out pictures that are drawn.
 _SHOWN = 6  # Held-out questions that are answered at the end of a run.
 _ADDED = 16  # Maximum number of tokens of such an answer.
-# Weight of the loss that makes a DynamicViT keep the chosen number of patches.
+# Loss weight of what makes a DynamicViT keep the chosen number of patches.
 _RATIO = PruningObjective().ratio
 
 
 class VisionLanguage(Modality):
-  """Answers to questions about pictures; the loss is on answers alone."""
+  """Answers to questions about pictures.
+
+  The loss is on answers and, with `data.marks`, on the digits that image tokens
+  show.
+  """
 
   unit, loss_unit = 'tokens', 'token'
   row = 'conversations'
@@ -66,7 +70,7 @@ class VisionLanguage(Modality):
     return tokenizers.make(*self.tokenizer_source)
 
   def use_tokenizer(self, kind: str, path: str) -> None:
-    """Sets a tokenizer other than that of the config."""
+    """Replaces the tokenizer; the arguments are those of `tokenizers.make`."""
     self.tokenizer_source = (kind, '' if kind == 'bytes' else path)
     self.tokenizer = tokenizers.make(kind, path)
 
@@ -99,10 +103,11 @@ class VisionLanguage(Modality):
     pieces: Sequence[tuple[data_lib.Kind, str]],
     encode_all: Callable[[list[str]], Iterable[list[int]]] | None = None,
   ) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a text, and the index of each token's kind.
+    """Returns the tokens of a text, and the index in `KINDS` of each token.
 
-    Each picture is one placeholder, and each answer ends with `end`. The pieces
-    are encoded one by one, so that the kind of each token is known.
+    Each picture becomes the single token `image_token`, and each answer ends
+    with the token `end`. The pieces are encoded one by one, so that the kind of
+    each token (see `layers/token_info.py`) is known.
 
     Args:
       pieces: (kind, text) of each piece.
@@ -130,7 +135,7 @@ class VisionLanguage(Modality):
     return tokens, kinds
 
   def _row(self, conversation: data_lib.Conversation) -> dict:
-    """Returns the arrays of a row; text beyond `data.length` tokens is cut."""
+    """Returns a row's arrays; cuts off text beyond `data.length` tokens."""
     data, model = self.config.data, self.config.model
     tokens, kinds = self.encode(conversation.pieces())
     is_text = np.asarray(kinds) != IMAGE
@@ -165,9 +170,9 @@ class VisionLanguage(Modality):
     return row
 
   def _digits_shown(self, row, conversation: data_lib.Conversation):
-    """Returns digit_L: the text token of the digit that an image token shows.
+    """Returns digit_L: the text token of the digit that each image token shows.
 
-    It is -1 for image tokens of the background, -2 for all other tokens.
+    The value is -1 for image tokens of the background, -2 for all other tokens.
     """
     grid = self.config.model.grid
     place_G = (np.arange(grid) + 0.5) / grid
@@ -325,7 +330,7 @@ class VisionLanguage(Modality):
     return self.config.model.has_grid and 'image' in kinds
 
   def pictures(self, task, params, model_state):
-    """Draws the image tokens that each routed block processes, and answers."""
+    """Draws which image tokens each routed block processes, and the answers."""
     if not self._chooses_image_tokens:
       return {}
     batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
@@ -358,7 +363,7 @@ class VisionLanguage(Modality):
   def _draw(
     self, output, images_BIHWC, is_image_BL, labels, title, shown_B=np.s_[:]
   ):
-    """Draws, by block, the processed patches of each row's first picture."""
+    """Draws which patches of each row's first picture the blocks process."""
     model = self.config.model
     place_BN = np.argsort(~is_image_BL, axis=-1, kind='stable')
     place_BN = place_BN[:, : model.num_patches]
@@ -392,10 +397,11 @@ class VisionLanguage(Modality):
     max_new_tokens: int = 64,
     **kwargs,
   ) -> list[str]:
-    """Answers questions; `kwargs` are those of `sampling.generate`.
+    """Returns answers to questions, decoded greedily by default.
 
-    `pictures` has, for each question, arrays from `data.preprocess`. Pictures
-    come before a question that has no placeholders for them.
+    `pictures` has, for each question, arrays from `data.preprocess`. If a
+    question has no placeholders for its pictures, they come before the
+    question. `kwargs` are those of `sampling.generate`.
     """
     model = self.config.model
     placed = self._asked(pictures, questions)
@@ -420,7 +426,7 @@ class VisionLanguage(Modality):
     ]
 
   def _asked(self, pictures, questions) -> vlm.Placed:
-    """Returns prompts, padded at the left, of pictures and a question each."""
+    """Returns prompts, padded at the left: a question and its pictures each."""
     rows, kinds = [], []
     for shown, question in zip(pictures, questions, strict=True):
       question = data_lib.with_pictures(question, len(shown))
@@ -435,7 +441,8 @@ class VisionLanguage(Modality):
 
     `apply` is the compiled model with its parameters. `answers` are the results
     of the method `answers` for `pictures` and `questions`. Only the first
-    picture of a question is drawn.
+    picture of a question is drawn. Raises UserError for a question without a
+    picture, and if no block chooses among image tokens.
     """
     if not self._chooses_image_tokens:
       raise errors.UserError(

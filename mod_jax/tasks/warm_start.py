@@ -1,7 +1,7 @@
-"""Weights to start from: those of another run, or of checkpoint files.
+"""Weights to start from: the weights of another run, or of published files.
 
-Only the directory of the other run is needed, neither its data nor its
-tokenizer, and its model may differ from the one to be trained.
+Of the other run only the directory is needed, neither its data nor its
+tokenizer. Its model may differ from the model to be trained.
 """
 
 from collections.abc import Sequence
@@ -54,11 +54,11 @@ def load_weights(
 ) -> tuple[Any, Any]:
   """Returns params and model_state with values from the weights at `init`.
 
-  Language models may differ in which layers are scanned. Of a vision model,
-  position embeddings of another resolution are interpolated, and blocks that a
-  shallower model does not have are left out. The head of a vision model or of a
+  Language models may differ in which layers are scanned. For a vision model,
+  position embeddings of another resolution are interpolated, and blocks that
+  the model does not have are left out. The head of a vision model or of a
   detector keeps its initial values if it is missing at `init` or has another
-  number of classes there; the head and the mask embedding of a published
+  number of classes there. The head and the mask embedding of a published
   Wav2Vec2 may be missing, too.
 
   Args:
@@ -67,7 +67,7 @@ def load_weights(
     model: config of the model; None accepts only a run, an export or adapters
       of PEFT, and makes none of these changes.
     params: initialised parameters; those that are replaced may be shapes.
-    model_state: other initialised collections, likewise.
+    model_state: the model's other collections, initialised likewise.
     whole: whether all weights must come from `init`, as for a teacher: then it
       is an error if a head would keep its initial values, or if blocks would be
       left out.
@@ -144,14 +144,17 @@ def load_weights(
 
 
 def _kind(config: protocol.StackedConfig) -> str:
-  """Returns the `Source.kind` of published models with such a config."""
+  """Returns the `Source.kind` of published models with this class of config."""
   return _KINDS.get(type(config), 'vision')
 
 
 def _published(
   source: 'source_lib.Source', model: protocol.StackedConfig, *, truncate: bool
 ) -> dict[str, Any]:
-  """Returns a model's variables from published weights of the same kind."""
+  """Returns a model's variables from published weights of the same kind.
+
+  With `truncate`, blocks that a vision model does not have are left out.
+  """
   if source.kind == 'language':
     return source.read(model)
   if source.kind == 'speech':
@@ -171,8 +174,8 @@ def _variables(
 ) -> dict[str, Any]:
   """Returns a source's variables, for a model with the parameters `params`.
 
-  They include the parameters that a run froze. Adapters are merged into the
-  weights if the model has no such adapters, or another `lora.alpha`.
+  The variables include the parameters that a run froze. Adapters are merged
+  into the weights if the model lacks such adapters or has another `lora.alpha`.
   """
   variables = source.read()
   if source.kind == 'run' and source.experiment.train.frozen is not None:
@@ -189,7 +192,10 @@ def _variables(
 
 
 def _frozen(source: 'source_lib.Source') -> dict[str, Any]:
-  """Returns the parameters that a run froze; call `source.read` before."""
+  """Reads the parameters that a run froze; call `source.read` before.
+
+  Raises UserError if they are not what the run was trained with.
+  """
   run, shapes = source.experiment, protocol.shapes(source.config)
   # All names in the weights that the run started from were compared when it
   # started. Here only the frozen parameters matter, so any other name may be
@@ -216,7 +222,10 @@ def _frozen(source: 'source_lib.Source') -> dict[str, Any]:
 def _fit(
   weights: dict[str, Any], dense: ViTConfig, *, truncate: bool
 ) -> dict[str, Any]:
-  """Returns weights by name, fitted to the resolution and depth of `dense`."""
+  """Returns weights by name, fitted to the resolution of `dense`.
+
+  With `truncate`, blocks that `dense` does not have are left out.
+  """
   fitted = {}
   for name, array in weights.items():
     block = re.match(r'block_(\d+)/', name)
