@@ -15,13 +15,16 @@ _FILE = 'best.json'
 
 
 def write(directory, step: int, metric: str, value: float) -> None:
-  """Records the best checkpoint of the run in a directory."""
+  """Writes `best.json` into a run's directory."""
   record = {'step': step, 'metric': metric, 'value': value}
   metrics.write_json(workdir.expand(directory) / _FILE, record)
 
 
 def resolve(directory, step: Step) -> int | None:
-  """Returns the step of a checkpoint; None, for the newest, stays None."""
+  """Returns the step of a checkpoint; None, for the newest, stays None.
+
+  Raises UserError for 'best' if the run has recorded no best checkpoint.
+  """
   if step != 'best':
     return step
   best = paths.read_object(workdir.expand(directory) / _FILE).get('step')

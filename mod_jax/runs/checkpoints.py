@@ -111,7 +111,7 @@ class _HashingHandler(ocp.PyTreeCheckpointHandler):
 
 @dataclasses.dataclass
 class _Spared:
-  """Orbax's `PreservationPolicy` that never deletes the checkpoints of `steps`.
+  """A `PreservationPolicy` of Orbax that keeps the checkpoints at `steps`.
 
   `Checkpointer` replaces `steps` while it runs.
   """
@@ -124,10 +124,10 @@ class _Spared:
 
 
 class Checkpointer(contextlib.AbstractContextManager):
-  """Saves and restores checkpoints; the only writer of their directory.
+  """Saves and restores checkpoints as the only writer of their directory.
 
-  It deletes the leftovers of a killed save. To read while another process may
-  be saving, use `restore_subtree`.
+  The constructor deletes what a killed save left over. To read while another
+  process may be saving, use `restore_subtree`.
   """
 
   def __init__(self, directory, config: CheckpointConfig):
@@ -171,11 +171,11 @@ class Checkpointer(contextlib.AbstractContextManager):
     self.close()
 
   def due(self, step: int) -> bool:
-    """Returns whether the config wants a checkpoint after `step` steps."""
+    """Returns whether `config.every` wants a checkpoint after `step` steps."""
     return bool(self.config.every) and step % self.config.every == 0
 
   def spare(self, step: int) -> None:
-    """Keeps only this checkpoint beside the newest ones; call on all hosts."""
+    """From now on keeps this checkpoint and the newest; call on all hosts."""
     self._spared.steps = (step,)
 
   def steps(self) -> list[int]:
@@ -186,9 +186,10 @@ class Checkpointer(contextlib.AbstractContextManager):
     """Saves a checkpoint, unless there is one at this step.
 
     The arrays are copied and the iterator's position (`get_state()`, the same
-    JSON object on all hosts) is noted before this returns, so both may move on,
-    and the arrays may be donated. With `asynchronous` the rest happens in the
-    background; an error there is raised by the next `save`, `wait` or `close`.
+    JSON object on all hosts) is noted before this returns. Hence the iterator
+    may move on, and the arrays may be donated. With `asynchronous` the files
+    are written in the background; the next `save`, `wait` or `close` raises the
+    errors of that. `metadata` is a JSON object to save beside the arrays.
     """
     self._manager.wait_until_finished()  # The last save uses `_saving`.
     self._purge()
@@ -216,15 +217,16 @@ class Checkpointer(contextlib.AbstractContextManager):
   ) -> Restored | None:
     """Restores the newest usable checkpoint, bit for bit as it was saved.
 
-    Returns None if there is no checkpoint yet. A damaged or incomplete one is
-    reported and renamed to `<step>.corrupt`, and the previous one is used.
-    Raises UserError if no checkpoint is usable, or if an undamaged one holds
-    other arrays, or another data position, than this run needs.
+    Returns None if there is no checkpoint yet. A damaged or incomplete
+    checkpoint is reported and renamed to `<step>.corrupt`, and the previous one
+    is used. Raises UserError if no checkpoint is usable, or if an undamaged one
+    holds other arrays, or another data position, than this run needs.
 
     Leaves of `abstract_state` with a sharding are placed accordingly, whatever
-    mesh they were saved from; the others are uncommitted, on one device.
-    `check` is called with the checkpoint before its arrays are read (`state` is
-    None), and raises if the checkpoint must not be used.
+    mesh they were saved from; other leaves are uncommitted, on one device.
+    `iterator`, if given, is moved to the saved data position. `check` is called
+    with the checkpoint before its arrays are read (`state` is None), and raises
+    if the checkpoint must not be used.
     """
     self.wait()
     restored, unusable = _restore_newest(
@@ -263,7 +265,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     checksums.write(directory, _STATE)
 
   def _purge(self):
-    """Deletes the checkpoints that exceed `keep`."""
+    """Deletes the old checkpoints that Orbax has moved to `_DELETED`."""
     if jax.process_index() == 0 and (self._directory / _DELETED).exists():
       (self._directory / _DELETED).rmtree()
 
@@ -295,10 +297,10 @@ def restore_named(
   step: int | None = None,
   check: Callable[[Restored], None] = lambda saved: None,
 ) -> Restored | None:
-  """Like `restore_subtree`, for named parts of the state, of unknown shapes.
+  """Like `restore_subtree`, for fields of the state whose shapes are unknown.
 
-  `names` are names of such parts, as `params`. The state has nested
-  dictionaries of arrays on one device; a part without arrays is an empty one.
+  `names` are the fields, such as `params`. The restored state maps each name to
+  nested dictionaries of arrays on one device, empty if nothing was saved.
   """
 
   def load(saved):
@@ -329,7 +331,7 @@ def steps(directory) -> list[int]:
 
 
 def peek(directory, step: int) -> Restored | None:
-  """Returns a checkpoint without arrays, unverified; None if unreadable."""
+  """Reads a checkpoint's step and metadata, unverified; None if unreadable."""
   try:
     return _Saved(paths.absolute(directory) / str(step)).header
   except (OSError, ValueError, KeyError, TypeError):
@@ -342,9 +344,9 @@ class _Unusable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-  """A checkpoint on disk."""
+  """Reads a checkpoint."""
 
-  directory: epath.Path
+  directory: epath.Path  # Named by the step.
 
   @functools.cached_property
   def metadata(self) -> dict[str, Any]:
@@ -369,9 +371,10 @@ class _Saved:
       raise _Unusable(f'it was saved at step {step}')
 
   def load(self, abstract, check, iterator=None, *, whole=False) -> Restored:
-    """Reads the wanted arrays, and positions the iterator.
+    """Returns the checkpoint with the arrays that `abstract` names.
 
-    With `whole`, any other array in the checkpoint is an error.
+    Also moves `iterator` to the data position. With `whole`, raises UserError
+    if the checkpoint has other arrays, too. `check` is as for `restore`.
     """
     check(self.header)
     wanted = trees.by_path(abstract)
@@ -426,7 +429,10 @@ def _types(tree) -> dict[str, str]:
 
 
 def _restore_beside(directory, load, step=None):
-  """Loads a checkpoint while a run may be saving and deleting others."""
+  """Returns `load(saved)` for a checkpoint of a run that may still be saving.
+
+  `step` None takes the newest usable checkpoint; then None means there is none.
+  """
   directory = paths.absolute(directory)
   while True:
     available = steps(directory)
@@ -446,10 +452,10 @@ def _restore_beside(directory, load, step=None):
 
 
 def _restore_newest(directory, steps, load):
-  """Loads the newest usable checkpoint.
+  """Calls `load` with the newest usable checkpoint of `steps`, ascending.
 
   Returns the result of `load`, or None if `steps` is empty; and the steps of
-  the unusable checkpoints.
+  the newer, unusable checkpoints. Raises UserError if none is usable.
   """
   unusable = {}
   for step in reversed(steps):
@@ -481,8 +487,8 @@ def _restore_newest(directory, steps, load):
 def _damage(directory) -> str | None:
   """Returns a description of the damage to a checkpoint's files, or None.
 
-  Each host reads a part of the files. All hosts agree on whether there is any
-  damage: otherwise they would resume from different steps.
+  Each host reads a part of the files. Then the hosts agree on whether there is
+  any damage: otherwise they would resume from different steps.
   """
   try:
     problem = checksums.damage(directory)
@@ -497,7 +503,7 @@ def _damage(directory) -> str | None:
 
 @contextlib.contextmanager
 def _reading_directory(directory):
-  """Turns OSError into a UserError about the directory."""
+  """Context manager: turns an OSError into a UserError about the directory."""
   try:
     yield
   except OSError as e:

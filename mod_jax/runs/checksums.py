@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: size and SHA-256 of every file of its items.
 
 When saving, each host hashes the files that it wrote itself; when checking,
-each hashes an equal share of all files.
+each host hashes an equal share of all files.
 """
 
 from concurrent import futures
@@ -25,9 +25,10 @@ def hash_own_files(item) -> None:
 
 
 def write(checkpoint, item: str) -> None:
-  """Writes a checkpoint's manifest, on one host.
+  """Writes a checkpoint's manifest; call on one host.
 
-  All hosts must have called `hash_own_files` for the item of this name.
+  All hosts must have called `hash_own_files` for the item of this name, whose
+  files of digests are deleted.
   """
   manifest = {}
   for i in range(jax.process_count()):
@@ -42,9 +43,10 @@ def write(checkpoint, item: str) -> None:
 
 
 def damage(directory) -> str | None:
-  """Returns the damage in this host's share of the files; None if undamaged.
+  """Returns a message about the first damage that this host finds, or None.
 
-  Raises OSError if the files cannot be read.
+  Each host compares the list of all files with the manifest, and the checksums
+  of its own share of the files. Raises OSError if the files cannot be read.
   """
   try:
     manifest = dict(json.loads((directory / MANIFEST).read_text()))
@@ -65,7 +67,7 @@ def damage(directory) -> str | None:
 
 
 def _digests(directory, names) -> dict[str, dict]:
-  """Returns the size and the SHA-256 of each file."""
+  """Returns size and SHA-256 of each file by name, as the manifest has them."""
 
   def digest(name):
     value, size = hashlib.sha256(), 0

@@ -19,7 +19,7 @@ def changed_at(workdir) -> int:
 
 
 def ended_early(workdir, patience: int) -> int | None:
-  """Returns the step at which a run of this patience ended early, or None."""
+  """Returns the step at which a run ended early by this patience, or None."""
   ended = None
   for event in read_events(workdir):
     if event['event'] == 'early_stop':
@@ -52,10 +52,10 @@ def cost_of_restarts(events: list[dict]) -> str | None:
 
 
 def seconds_per_step(events: list[dict]) -> float | None:
-  """Returns the mean seconds of a step, without compilation, or None.
+  """Returns the mean seconds of a step, without compilation.
 
   A life of a run is the time from one start to the next. Only lives with an
-  `end` event count, each from the end of its first step.
+  `end` event count, each from the end of its first step; None if there is none.
   """
   timed = [
     life for life in _lives(events) if {'first_step', 'end'} <= life.keys()

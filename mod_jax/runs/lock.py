@@ -67,7 +67,10 @@ class Lock:
     self._made = []  # Directories that `acquire` creates.
 
   def acquire(self) -> None:
-    """Creates the file; raises InUse if another process holds the lock."""
+    """Takes the lock, and starts the heartbeat.
+
+    Raises InUse if the owner is alive, UserError if nothing can be written.
+    """
     directory = self.path.parent
     remote = paths.is_remote(directory)  # Stores have no directories.
     if not remote:
@@ -97,7 +100,7 @@ class Lock:
     self._beating.start()
 
   def release(self) -> None:
-    """Removes the files, and empty directories that were created for them."""
+    """Removes files that are still ours, and directories made for them."""
     self._done.set()
     if self._beating.is_alive():
       self._beating.join()
@@ -212,11 +215,12 @@ _held: dict[tuple[str, int], Lock] = {}  # Locks by directory and thread.
 
 @contextlib.contextmanager
 def held(directory) -> Iterator[Lock]:
-  """Keeps other processes from writing to a directory; creates it if missing.
+  """Context manager: keeps other processes from writing to a directory.
 
-  The lock is reentrant within a thread, as for a sweep that holds the lock of
-  its directory and trains a run there. With several hosts the first one holds
-  the lock for all. Raises InUse if another process or thread holds it.
+  Creates the directory if it is missing. The lock is reentrant within a thread,
+  as for a sweep that holds the lock of its directory and trains a run there.
+  With several hosts, the first host holds the lock for all. Raises InUse if
+  another process or thread holds the lock.
   """
   key = _key(directory)
   lock = _held.get(key)
@@ -240,7 +244,7 @@ def held(directory) -> Iterator[Lock]:
 
 
 def check(directory) -> None:
-  """Raises InUse if another process took over a lock that this one held."""
+  """Raises InUse if another process took over the lock that this one held."""
   lock = _held.get(_key(directory))
   if lock is None or lock.text is None or _read(lock.path) == lock.text:
     return
@@ -277,7 +281,7 @@ def _acquire_on_first_host(lock):
 
 
 def _kernel() -> str:
-  """Returns an id of the running kernel, or of the machine."""
+  """Returns an id of the running kernel; off Linux, of the machine."""
   try:
     return pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
   except OSError:  # The system is not Linux.
@@ -285,7 +289,10 @@ def _kernel() -> str:
 
 
 def _parse(path, text) -> dict:
-  """Returns the owner in a lock's text; raises UserError if it is no lock."""
+  """Returns the owner in a lock's text; `_UNKNOWN` if the text is truncated.
+
+  Raises UserError if the text is not a lock's.
+  """
   try:
     return _UNKNOWN | json.loads(text)
   except (ValueError, TypeError) as error:

@@ -35,8 +35,8 @@ def finalize(metric_sums: MetricSums) -> dict[str, Any]:
   """Divides each total by its weight, on the host and in double precision.
 
   Metrics of weight 0, which were not measured, are left out. If a pair has
-  arrays, their quotients are added up. `Rows` become concatenated arrays, with
-  the rows of all hosts.
+  arrays, their quotients are added up. The batches of `Rows` are concatenated,
+  with the rows of all hosts.
   """
   metrics = {}
   for name, value in on_host(metric_sums).items():
@@ -146,14 +146,14 @@ class MetricWriter(contextlib.AbstractContextManager):
       )
 
   def event(self, event: str, step: int, **fields) -> None:
-    """Writes an event; `time` among the fields replaces the current time."""
+    """Writes an event (see `history`); a field `time` replaces the present."""
     if self._file is not None:
       self._file.write(_event_line(event, step, fields))
       self._file.flush()
       self.flush()
 
   def flush(self) -> None:
-    """Makes all lines durable; called before each checkpoint."""
+    """Rewrites the file in an object store; elsewhere nothing is pending."""
     if isinstance(self._file, _RewrittenFile):
       self._file.rewrite()
 
@@ -170,7 +170,7 @@ class MetricWriter(contextlib.AbstractContextManager):
 
   @contextlib.contextmanager
   def _giving_up_tensorboard(self) -> Iterator[None]:
-    """Disables TensorBoard if its file cannot be written."""
+    """Context manager: drops TensorBoard if its file cannot be written."""
     try:
       yield
     except OSError as error:
@@ -188,7 +188,7 @@ def to_json(value, *, indent: int | None = None) -> str:
 
 
 def write_json(path, value) -> None:
-  """Writes strict JSON, indented, as a file, atomically."""
+  """Writes a value as a file of indented strict JSON, atomically."""
   paths.write_bytes(path, f'{to_json(value, indent=2)}\n'.encode())
 
 
@@ -225,11 +225,10 @@ def read(workdir) -> list[dict[str, Any]]:
   """Reads `metrics.jsonl`, also while the run is training.
 
   Returns:
-    One dictionary per line, with `step`, `kind` and the values, NaN for those
-    that were not finite. Empty if nothing was written. Events, and a last line
-    that a kill cut short, are left out. There may be several evaluations at one
-    step, as of a finished run that is run again with other settings: take the
-    last one.
+    One dictionary per line, with `step`, `kind` and the values; values that
+    were not finite are NaN. Events, and a last line that a kill cut short, are
+    left out. There may be several evaluations at one step, as of a finished run
+    that is run again with other settings: take the last one.
 
   Raises:
     UserError: a line is not what `MetricWriter` writes, or the file cannot be
@@ -276,7 +275,7 @@ def holds(workdir, step: int, kind: str, values: Mapping[str, Any]) -> bool:
 
 
 def _parse(path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-  """Returns the complete lines, each with its parsed record."""
+  """Returns the complete lines, each with its parsed record; NaN for null."""
   # A line that a kill cut short has no newline.
   *lines, _ = data.split(b'\n')
   result = []
@@ -299,8 +298,8 @@ def _parse(path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
 def _rewind(path, last_step):
   """Removes lines after `last_step` and a truncated last line, atomically.
 
-  Events stay. Warns if lines before `last_step` are missing: all were written
-  before the checkpoint was.
+  Events stay. Warns if lines before `last_step` are missing, since all of them
+  were written before the checkpoint was.
   """
   before = _read(path)
   lines = _parse(path, before)

@@ -1,4 +1,4 @@
-"""Compares config and data of a checkpoint with those of its run."""
+"""Compares a checkpoint's config, data and frozen weights with the run's."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ FROZEN = 'frozen'  # Key of the fingerprint of the frozen weights, if any.
 
 
 def describe(config: RunConfig, modality) -> dict[str, Any]:
-  """Returns the metadata of each checkpoint: config and data fingerprint.
+  """Returns the metadata of a run's checkpoints: config and data fingerprint.
 
   Raises UserError if the hosts of a run do not see the same data.
   """
@@ -76,7 +76,10 @@ def check_frozen(saved, origin: dict[str, Any], init: str) -> None:
 
 
 def check_data(saved, data: dict[str, Any], *, allow: bool) -> None:
-  """Raises UserError, or warns with `allow`, if data are not a checkpoint's."""
+  """Raises UserError if the data are not a checkpoint's.
+
+  `data` is the fingerprint of the present data. With `allow`, this only warns.
+  """
   changes = changed_data(saved, data)
   if changes and not allow:
     raise UserError(
@@ -88,7 +91,7 @@ def check_data(saved, data: dict[str, Any], *, allow: bool) -> None:
 
 
 def changed_data(saved, data: dict[str, Any]) -> str:
-  """Returns how data differ from those of a checkpoint, or ''."""
+  """Returns how the fingerprint `data` differs from a checkpoint's, or ''."""
   before = saved.metadata.get(_DATA)
   differences = [] if before is None else fingerprint.differences(before, data)
   if not differences:

@@ -12,7 +12,7 @@ from mod_jax.runs.checkpoints import CheckpointConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-  """Length of the training, batch size, capacity warm-up and averaging."""
+  """How long and on what batches to train, and what is averaged or frozen."""
 
   num_steps: config_lib.PositiveCount = 1000  # Updates of the parameters.
   # Passes over the training data, which set the number of steps; None uses
@@ -59,7 +59,7 @@ class TrainConfig:
 
   @property
   def rows(self) -> int:
-    """Rows of a microbatch."""
+    """Number of rows of a microbatch, on all devices together."""
     return self.batch_size // self.grad_accum_steps
 
 
@@ -92,7 +92,7 @@ class LogConfig(config_lib.Validated):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-  """A run. Subclasses add the model and the data."""
+  """Settings of a run; subclasses add the model and the data."""
 
   name: str = 'run'  # Name of the run in logs.
   # Seeds the initial parameters, the order of the data, and all other draws.
@@ -129,13 +129,13 @@ class RunConfig:
       )
 
   def split(self, params) -> tuple[Any, Any]:
-    """Returns the trained and the frozen parameters, which may be None."""
+    """Returns the trained parameters, and the frozen ones or None."""
     if self.train.frozen is None:
       return params, None
     return optimizer_lib.split(self.optimizer, params)
 
   def frozen_dtype(self, name: str) -> str:
-    """Returns the dtype of a frozen parameter if `train.frozen` is set."""
+    """Returns a frozen parameter's dtype: `train.frozen` for matrices."""
     if optimizer_lib.is_matrix(name.split('/')):
       return self.train.frozen
     return 'float32'

@@ -44,7 +44,7 @@ _asked = _Asked()
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-  """Lets signals request that runs stop, instead of ending the process.
+  """Context manager: signals request that runs stop, and end no process.
 
   Contexts may be nested: a request holds until the outermost one ends, so that
   a signal between two runs of a sweep is not lost. When that context ends, and
@@ -92,7 +92,8 @@ def requested() -> bool:
 def after_step() -> bool:
   """Returns whether to stop after the step that was just taken.
 
-  With several hosts, all must call this after each step; all get the same.
+  With several hosts, all must call this after each step; the result is the same
+  on all of them.
   """
   if _asked.hosts > 1:
     # Count over all runs: JAX's service may choose a step of the next run.
@@ -112,9 +113,10 @@ def check() -> None:
 
 
 def each[T](items: Iterable[T]) -> Iterator[T]:
-  """Yields items, such as batches, and calls `check` before each.
+  """Yields items, such as batches, and calls `check` before each item.
 
-  A signal may also kill data workers: then `check` raises before their errors.
+  A signal may also kill the processes that make the items: then `check` raises
+  Stopped in place of the errors that follow.
   """
   iterator = iter(items)
   while True:

@@ -39,7 +39,10 @@ def holds_run(path) -> bool:
 
 
 def find(init: str) -> epath.Path:
-  """Returns the path `config.init`; raises UserError if it cannot be read."""
+  """Returns the path `config.init`.
+
+  Raises UserError if the path is missing, or is a remote one without a run.
+  """
   path = expand(init)
   if not path.exists():
     raise paths.missing(init, 'init')
@@ -128,7 +131,7 @@ def refuse_differences(
 
 
 def listed(differences: list[str]) -> str:
-  """Returns the first differences in one line."""
+  """Returns the first five differences in one line, and how many follow."""
   more = len(differences) - 5
   return '; '.join(differences[:5]) + (f'; and {more} more' if more > 0 else '')
 
@@ -136,8 +139,8 @@ def listed(differences: list[str]) -> str:
 def _same_weights(field, held, config) -> bool:
   """Returns whether a field with a path names the same weights in both configs.
 
-  It does if the paths are equal, or if both are directories of the same phase
-  and the one in `held` no longer exists, as after the run was moved.
+  It does if the paths are equal. It also does if both are directories of the
+  same phase and the one in `held` no longer exists: the run was moved.
   """
   paths_of_both = [
     functools.reduce(getattr, field.split('.'), c) for c in (held, config)

@@ -15,10 +15,11 @@ _SEVERITIES = range(6)  # 0 is the clean image.
 
 
 def robustness(task, params, model_state) -> Study:
-  """Measures accuracy and load under corruptions of five severities.
+  """Measures accuracy and load (`load_per_row`) under corruptions.
 
-  The original model, not adaptive yet, is measured for comparison. Both
-  classify up to 512 held-out images with the corruptions of `data.corruptions`.
+  The original model, not adaptive yet, is measured for comparison. Both models
+  classify up to 512 held-out images, clean and with each corruption of
+  `data.corruptions` in five severities.
   """
   model = task.config.model
   batch = task.modality.examples(_IMAGES)

@@ -81,7 +81,10 @@ def _losses(modality, output, batch) -> jax.Array:
 
 
 def _one_true(classes, label_N, logits_NV):
-  """Returns text, metrics, rows by class, files and figures, for one label."""
+  """Returns lines, metrics, a row per class, files and figures, for one label.
+
+  The columns of the rows, which are dictionaries, are printed as a table.
+  """
   matrix_VV = classification.confusion(
     label_N, logits_NV.argmax(axis=-1), len(classes)
   )
@@ -117,7 +120,7 @@ def _one_true(classes, label_N, logits_NV):
 
 
 def _many_true(classes, label_NV, logits_NV):
-  """Returns the same as `_one_true`, for several labels per image."""
+  """Returns what `_one_true` does, for several labels per image; no files."""
   ap_V = classification.average_precision(label_NV, logits_NV)
   true_NV, guess_NV = label_NV > 0, logits_NV > 0
   rows = []
@@ -148,7 +151,7 @@ def _many_true(classes, label_NV, logits_NV):
 
 
 def _mistaken(matrix_VV, classes, v: int) -> str:
-  """Returns the wrong predictions for a class, the most frequent first."""
+  """Returns the most frequent wrong predictions for class `v`, with counts."""
   count_V = matrix_VV[v].copy()
   count_V[v] = 0
   order = np.argsort(-count_V, kind='stable')[:_MISTAKEN]
@@ -156,7 +159,10 @@ def _mistaken(matrix_VV, classes, v: int) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]], worst_by: str) -> list[str]:
-  """Returns a table's lines; of many classes, the worst by `worst_by`."""
+  """Returns the lines of a table; of many classes, it has the worst.
+
+  `worst_by` is the column to judge by.
+  """
   shown, note = rows, []
   if len(rows) > _CLASSES:
     order = sorted(rows, key=lambda row: np.nan_to_num(row[worst_by], nan=2))

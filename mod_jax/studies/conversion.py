@@ -1,4 +1,4 @@
-"""Study of a routed language model against the dense one it was made of."""
+"""Compares a routed language model with the dense model that it was made of."""
 
 import dataclasses
 import math
@@ -67,7 +67,7 @@ def conversion(task, params, model_state) -> Study:
 
 
 def _held_out(task, config, variables, mode) -> dict[str, float]:
-  """Returns loss and bits per byte of a model on held-out batches."""
+  """Returns held-out loss and bits per byte of a model by its config."""
   model_state, sums = dict(variables), {}
   params = model_state.pop('params')
   for _, found in task.over_held_out(
@@ -80,7 +80,7 @@ def _held_out(task, config, variables, mode) -> dict[str, float]:
 
 
 def _continuations(task, cases) -> tuple[dict[str, float], int]:
-  """Returns median seconds of greedy continuations, and their length."""
+  """Returns each case's median seconds of a continuation, and its length."""
   (length,) = task.modality.length
   num_new = min(_NEW, length // 2)
   (batch,) = task.modality.eval_batches(batch_size=1, num_batches=1)

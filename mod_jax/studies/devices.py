@@ -1,4 +1,4 @@
-"""Puts arrays on one device, for rows that are too few for a mesh."""
+"""Puts arrays on one device, for batches of too few rows for a mesh."""
 
 import contextlib
 
@@ -9,7 +9,10 @@ from mod_jax import parallel
 
 @contextlib.contextmanager
 def one_device(*trees):
-  """Leaves the mesh, and yields the trees on this host's first device."""
+  """Context manager: sets a mesh of this host's first device for its body.
+
+  Yields the tuple of trees on that device.
+  """
   trees = jax.tree.map(parallel.whole, trees)
   mesh = parallel.make_mesh(parallel.MeshConfig(), jax.local_devices()[:1])
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

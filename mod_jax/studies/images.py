@@ -66,7 +66,7 @@ def throughput(task, params, model_state) -> Study:
 
 
 def _inference(config, variables, images_BHWC, key):
-  """Returns a function that runs the compiled model and waits for it."""
+  """Returns a function that runs the compiled model and waits for its end."""
 
   @jax.jit
   def logits(variables, images_BHWC, key):

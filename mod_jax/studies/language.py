@@ -125,13 +125,13 @@ _SOWN = ('queries', 'keys', 'valid')
 
 
 def _lowest(value_R, count: int) -> list[int]:
-  """Returns the blocks of lowest value: `count`, or half of all for 0."""
+  """Returns the `count` blocks of lowest value, ascending; 0 returns half."""
   order = np.argsort(value_R, kind='stable')
   return sorted(order[: count or max(1, len(order) // 2)].tolist())
 
 
 def _rank_of(layer, position_L, segment_L, window):
-  """Returns the number of tokens in a block's attention, and its mean rank."""
+  """Returns the number of tokens in a block's attention, and the mean rank."""
   is_processed = layer.get('chosen', np.ones(len(position_L), bool))
   at_K, of_K = position_L[is_processed], segment_L[is_processed]
   distance_KS = at_K[:, None] - at_K
@@ -161,9 +161,10 @@ def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
 
 
 def _single_rows(task, *, whole: bool):
-  """Yields arguments and keywords of the model for single rows.
+  """Yields (arguments, keywords) of the model for `_SAMPLES` single rows.
 
-  Rows with padding are skipped if `whole`; otherwise their padding is cut off.
+  If `whole`, rows with padding are skipped, and other rows are cut to `_TOKENS`
+  tokens; otherwise padding is cut off. Raises UserError if no row is left.
   """
   count = 0
   for batch in task.modality.eval_batches(
@@ -200,9 +201,9 @@ def influence(task, params, model_state) -> Study:
 
   This is the Block Influence of ShortGPT (Men et al. 2024, Eq. 1): 1 minus the
   cosine between a token's features before and after the block, averaged over
-  held-out tokens. ShortGPT deletes the blocks where it is lowest; here as many
-  are named as are routed now, or half of a dense model's. Routed models choose
-  their tokens by top-k.
+  held-out tokens. ShortGPT deletes the blocks of lowest influence. This study
+  names as many blocks as are routed now, or half of a dense model's. Routed
+  models choose their tokens by top-k.
   """
   config = config_lib.replace(task.config, {'model.remat': 'none'}).model
   config, variables = config.unrolled({'params': params, **model_state})
@@ -410,7 +411,7 @@ def _few_rows(task, batches: int):
 
 
 def _new_in_context(token_BL, segment_BL=None):
-  """Returns whether each token is the first of its kind in its document."""
+  """Returns whether each token occurs for the first time in its document."""
   new_BL = np.zeros(token_BL.shape, bool)
   for row, token_L in enumerate(token_BL):
     # Pairs of document and token, as one number each.
@@ -429,7 +430,7 @@ def _token_losses(task, mode, params, model_state, batch, key):
 
 
 def _logits(task, mode, params, model_state, batch, key):
-  """Returns the output with logits, which need a call without targets."""
+  """Calls the model without targets; then its output has logits."""
   batch = {name: x for name, x in batch.items() if name != 'targets'}
   return task.apply(params, model_state, batch, key, mode)
 
@@ -462,7 +463,10 @@ def correlation(x_RL, y_RL, valid_RL, seed: int = 0):
 
 
 def _pieces(token_N, share_N, tokenizer) -> dict[str, float]:
-  """Returns the mean share of blocks by piece, for frequent pieces."""
+  """Returns the mean share of each frequent piece of text, largest first.
+
+  A token's share is the fraction of the routed blocks that process it.
+  """
   tokens = np.unique(token_N)
   sums = collections.defaultdict(lambda: np.zeros(2))
   texts = tokenizer.pieces(tokens.tolist())

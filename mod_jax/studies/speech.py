@@ -1,4 +1,4 @@
-"""Studies of a recogniser: decoding, and where an adaptive one computes."""
+"""Studies of a speech recogniser: its decoding, and its adaptive compute."""
 
 import math
 
@@ -16,7 +16,7 @@ _SILENT = 0.01
 
 
 def decoding(task, params, model_state) -> Study:
-  """Compares greedy decoding with beams of prefixes on held-out recordings."""
+  """Compares error rates of greedy decoding and of prefix beam search."""
   modality = task.modality
   vocabulary = modality.vocabulary
   pairs = {}

@@ -1,7 +1,4 @@
-"""Evaluates a run, finished or still training.
-
-`report`, at the end of a run and in `eval.py`, also draws the task's figures.
-"""
+"""Evaluates a run, finished or still training, and reports the results."""
 
 import collections
 from collections.abc import Callable, Iterable
@@ -46,10 +43,11 @@ class Trained:
 
 
 def mesh_of(config: RunConfig) -> jax.sharding.Mesh:
-  """Returns a run's mesh or, if it does not fit the devices here, another one.
+  """Returns a run's mesh or, if it does not fit the devices here, another mesh.
 
   The other mesh replicates the parameters over the largest number of devices
-  that divides both a held-out batch and all devices.
+  that divides both a held-out batch and the number of devices here; with
+  several hosts, over all devices.
   """
   rows, devices = config.evaluation.batch_size, jax.devices()
   try:
@@ -123,9 +121,9 @@ def held_out(
 ) -> dict[str, float]:
   """Returns a task's held-out metrics, by name with the prefix of the mode.
 
-  The arrays are on the mesh. `batches` is the number of held-out batches; 0 for
-  all, None for `config.evaluation.batches`. With `more`, the metrics are those
-  of the modes that only `eval.py` reports.
+  `params` and `model_state` are on the mesh. `batches` is the number of
+  held-out batches; 0 for all, None for `config.evaluation.batches`. With
+  `more`, only the modes are evaluated that only `eval.py` reports.
   """
   modes = task.eval_modes(more=more)
   if not modes:
@@ -170,14 +168,14 @@ def held_out(
 
 @functools.lru_cache(maxsize=8)
 def _eval_step(task: Method):
-  """Returns the jitted step, cached so that evaluations share it."""
+  """Returns the jitted `task.eval_step`, which all evaluations share."""
   return jax.jit(task.eval_step, static_argnames='mode')
 
 
 def evaluate(
   trained: Trained, workdir, *, batches: int | None = None
 ) -> dict[str, float]:
-  """Evaluates, prints the table, draws the pictures, writes `eval.json`.
+  """Evaluates a run in all modes, reports the metrics, and returns them.
 
   `batches` is the number of held-out batches; 0 for all, None for
   `config.evaluation.final_batches`.
@@ -216,11 +214,7 @@ def last_step(workdir) -> int | None:
 def find_studies(
   task: Method, names: Iterable[str]
 ) -> dict[str, Callable[..., Study]]:
-  """Returns the studies of these names.
-
-  Raises:
-    UserError: the task has no study of a name.
-  """
+  """Returns the studies of these names; raises UserError if one is unknown."""
   studies = task.studies()
   names = list(names)
   if names and not studies:

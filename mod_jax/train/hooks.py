@@ -28,7 +28,7 @@ from mod_jax.train.task import Method
 
 
 class TrainingDiverged(UserError):
-  """A loss, a gradient or a parameter stopped being a finite number."""
+  """A loss, a gradient or a value of the state is NaN or infinite."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,7 +53,7 @@ class Run:
   progress: Progress
 
   def diverged(self, step: int, what: str) -> TrainingDiverged:
-    """Returns the error, which names the last checkpoint before this step."""
+    """Returns an error that names the last checkpoint before this step."""
     self.checkpointer.wait()  # The newest checkpoint may be half written.
     # A checkpoint of this step would diverge again.
     steps = [s for s in self.checkpointer.steps() if s < step]
@@ -118,10 +118,10 @@ class Log(Hook):
 class Evaluate(Hook):
   """Evaluates on held-out data every few steps and at the end.
 
-  At the beginning, it evaluates the weights of `config.init` on as much data as
-  at the end, or a checkpoint whose evaluation was interrupted. If the best
-  checkpoint is kept, the last step is also evaluated on the same data as the
-  steps before it, to compare them.
+  A new run begins with an evaluation of the weights of `config.init`, on as
+  much data as at the end; a continued run repeats an evaluation that was
+  interrupted. If the best checkpoint is kept, the last step is also evaluated
+  on the same data as the steps before it, to compare them.
   """
 
   def __init__(self, run: Run, log: Log):
@@ -209,7 +209,7 @@ class Save(Hook):
       self.now(step, state)
 
   def now(self, step: int, state) -> None:
-    """Saves, unless the state was saved already."""
+    """Saves, unless this step is saved; raises TrainingDiverged for NaN."""
     self.log.flush()  # Raises for NaN, so that no such state is saved.
     if step == self.last_saved:
       return
@@ -237,8 +237,8 @@ class Save(Hook):
 class Judge(Hook):
   """Keeps the best checkpoint, and ends a run that gets no better.
 
-  Both follow from the evaluations in `metrics.jsonl` alone, so that a continued
-  run decides as one that was never interrupted.
+  Both decisions follow from the evaluations in `metrics.jsonl`, so that a
+  continued run decides as one that was never interrupted.
   """
 
   def __init__(self, run: Run, evaluate: Evaluate, save: Save):
@@ -304,7 +304,7 @@ class Judge(Hook):
     return metrics
 
   def _judge(self, step, metrics) -> bool:
-    """Returns whether this evaluation is the best so far; NaN never is."""
+    """Notes an evaluation, and returns whether it is the best; NaN never is."""
     value, sign = metrics.get(self.metric, math.nan), self.run.direction
     least = -math.inf if self.best is None else sign * self.best[1]
     if sign * value > least:
@@ -329,7 +329,7 @@ class Judge(Hook):
 
 
 class Report(Hook):
-  """Draws the pictures and writes texts and metrics after the last step."""
+  """Draws pictures, writes and prints texts and metrics after the last step."""
 
   def __init__(self, run: Run, evaluate: Evaluate):
     self.run, self.evaluate = run, evaluate

@@ -161,9 +161,10 @@ def build(
   allow_changed_config: bool = False,
   profile: range | None = None,
 ) -> Iterator[hooks_lib.Run]:
-  """Yields a new or restored run: its state, step, mesh, data and files.
+  """Context manager: sets a run's mesh, and yields the new or restored run.
 
-  Arguments are those of `train`. All checks come before the first write.
+  Arguments are those of `train`. All checks come before the first write, but
+  for the check that a restored checkpoint has this config and these data.
   """
   began, modality = time.time(), task.modality
   workdir = workdir_lib.expand(workdir)
@@ -319,9 +320,9 @@ def _progress(task, config, mesh, start) -> Progress:
 
 
 def _new_state(task, config, optimizer, abstract, origin):
-  """Returns the first state, with the weights of `config.init` if it is set.
+  """Returns a new run's state, with the weights of `config.init` if it is set.
 
-  Adds the fingerprint of frozen weights to the run's `origin`.
+  Adds the fingerprint of frozen weights, if any, to the dictionary `origin`.
   """
   if config.init is not None:
     workdir_lib.find(config.init)  # Fails before the state is created.

@@ -11,7 +11,7 @@ from mod_jax.train.hooks import Hook, Run
 
 
 def parse(text: str) -> range:
-  """Returns the steps of `FROM:TO`, both inclusive."""
+  """Parses the flag --profile, `FROM:TO`; the range includes both steps."""
   match = re.fullmatch(r'(\d+):(\d+)', text.strip())
   first, last = map(int, match.groups()) if match else (0, 0)
   if not 1 <= first <= last:
@@ -23,7 +23,7 @@ def parse(text: str) -> range:
 
 
 def check(workdir, steps: range | None, num_steps: int) -> None:
-  """Raises UserError if a run cannot trace these steps."""
+  """Raises UserError if a run is too short or remote to trace these steps."""
   if steps and steps[-1] > num_steps:
     raise UserError(
       f'--profile={steps[0]}:{steps[-1]}: the run has {num_steps} steps; choose'

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: by a bar on a terminal, elsewhere by lines."""
 
 from collections.abc import Callable, Mapping
 import contextlib
@@ -19,9 +19,10 @@ _SMOOTHING = 0.3  # Weight of the newest measurement in the rate.
 class Progress(contextlib.AbstractContextManager):
   """Shows a run's steps, speed and remaining time.
 
-  On a terminal it is one bar that stays at the bottom; elsewhere a line every
-  few seconds, without carriage returns. Speed and the time left are shown from
-  the second update on, so that they exclude the compilation of the first step.
+  On a terminal this is one bar that stays at the bottom; elsewhere a line is
+  printed every few seconds, without carriage returns. Speed and remaining time
+  are shown from the second update on, so that they exclude the compilation of
+  the first step.
   """
 
   total_steps: int  # Steps of the whole run.
@@ -67,7 +68,7 @@ class Progress(contextlib.AbstractContextManager):
     self.close()
 
   def update(self, step: int, values: Mapping[str, float]) -> None:
-    """Records the steps taken and numbers to show beside them, by name."""
+    """Notes the step, and `values` to show beside it; shows them if due."""
     if not self.enabled:
       return
     self._pending = (step, values)
@@ -80,7 +81,7 @@ class Progress(contextlib.AbstractContextManager):
       self._show(now)
 
   def message(self, text: str) -> None:
-    """Prints a line of its own, above the bar."""
+    """Prints a line, which stays above the bar."""
     if self.enabled and self._bar is None:
       print(text, file=self.stream, flush=True)
     elif self.enabled:
@@ -141,7 +142,7 @@ def _smooth(before: float | None, now: float) -> float:
 
 
 def _scaled(value) -> tuple[str, str]:
-  """Returns three digits and their SI prefix."""
+  """Returns a number of three digits, and the SI prefix of its unit."""
   for prefix in ('', 'k', 'M', 'G', 'T', 'P'):
     if value < 999.5 or prefix == 'P':
       return f'{value:.3g}', prefix

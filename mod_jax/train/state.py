@@ -21,14 +21,14 @@ class TrainState:
 
   Attributes:
     step: int32 number of steps taken.
-    params: the parameters, without partitioning boxes; with `frozen` only those
-      that are trained.
+    params: the parameters, without partitioning boxes; if `frozen` is set, only
+      the trained parameters.
     opt_state: the optimiser's state.
     rng: the run's PRNG key; each step folds its number into it.
     model_state: other collections of the model, by name.
     ema: moving averages of the parameters, or None if none are kept.
-    frozen: the other parameters, which steps pass on unchanged, and which are
-      in no checkpoint; None if all are in `params` (`TrainConfig.frozen`).
+    frozen: parameters that steps pass on unchanged and checkpoints do not hold;
+      None if `params` has all of them (`TrainConfig.frozen`).
   """
 
   step: jax.Array
@@ -79,7 +79,7 @@ def _create(key, task, optimizer):
 def abstract_state(
   task, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
-  """Returns the state's shapes, dtypes and shardings; computes nothing."""
+  """Returns a state of shapes, dtypes and shardings; computes no arrays."""
   # The key is created inside `eval_shape`, so nothing is computed, and the mesh
   # may consist of devices that this machine does not have.
   boxed = jax.eval_shape(lambda: _create(jax.random.key(0), task, optimizer))
@@ -158,7 +158,10 @@ def _part(params, like):
 
 
 def frozen_fingerprint(abstract: TrainState, params, init: str) -> str:
-  """Returns the fingerprint of the frozen parameters among `params`."""
+  """Returns the fingerprint of the frozen parameters among `params`.
+
+  Raises UserError if one of them is only a shape: `init` does not have it.
+  """
   frozen = trees.flatten(_part(params, abstract.frozen))
   for name, x in frozen.items():
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -174,7 +177,7 @@ def frozen_fingerprint(abstract: TrainState, params, init: str) -> str:
 
 
 def read_frozen(task, abstract: TrainState) -> tuple[Any, str]:
-  """Returns a run's frozen parameters, sharded, and their fingerprint."""
+  """Returns a run's frozen parameters, read from `init`, and a fingerprint."""
   params, _ = task.start(
     abstract.all_params, abstract.model_state, task.config.init
   )

@@ -30,7 +30,7 @@ def train_step(
     teacher: constant arrays that the losses need (`Method.teacher`).
     task: computes the losses of a batch (`task.Method`).
     optimizer: turns gradients into updates.
-    static_args: static choices of this step, as `task.static_args` returns.
+    static_args: static choices of this step, from `task.static_args`.
     grad_accum_steps: microbatches whose gradients are added before the update.
     ema_decay: decay of the parameters' moving averages, if the state has any.
   """
@@ -58,9 +58,9 @@ def train_step(
       )
       return model_state, [weight for _, weight in losses]
 
-    # Losses are means over the whole batch, so sum the weights of all
-    # microbatches first. The compiler removes what the weights do not depend
-    # on, usually the whole model.
+    # Each loss is a mean over the whole batch. Its divisor is the sum of its
+    # weights over all microbatches, so compute the weights first. The compiler
+    # drops what they do not depend on, usually the whole model.
     _, weights = jax.lax.scan(weigh, state.model_state, (micro, rngs))
     weights = [weight.sum(axis=0) for weight in weights]
 
@@ -105,8 +105,7 @@ def jit_step(
 ):
   """Returns the jitted `train_step` of a run, which donates the state.
 
-  Its arguments are the state, of the shapes and shardings of `abstract`, a
-  batch and the teacher.
+  Its arguments are a state as described by `abstract`, a batch, the teacher.
   """
   return jax.jit(
     functools.partial(
@@ -133,5 +132,5 @@ def ema_rate(decay: float, step: jax.Array) -> jax.Array:
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:
-  """Reshapes [B, …] to [parts, B / parts, …], each part over all devices."""
+  """Reshapes [B, …] to [parts, B / parts, …]; all devices share each part."""
   return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)

@@ -40,9 +40,9 @@ class Data(abc.ABC):
   Attributes:
     unit: what `tokens_per_step` counts, in the plural.
     main: names of the held-out metrics that are shown on one line.
-    rising: regular expressions of held-out metrics, without the prefix of a
-      mode, of which more is better.
-    falling: likewise, of held-out metrics of which less is better.
+    rising: regular expressions of the names, without a mode's prefix, of
+      held-out metrics of which more is better.
+    falling: regular expressions of those of which less is better.
   """
 
   unit: str = 'tokens'
@@ -99,14 +99,14 @@ class Data(abc.ABC):
     """
 
   def data_summary(self) -> str:
-    """Returns a line on kind and amount of the data, or ''."""
+    """Returns a line on the kind and amount of the data; '' for no line."""
     return ''
 
   def batch_shapes(self) -> dict[str, Any] | None:
     """Returns shapes and dtypes of a training batch, without reading any data.
 
-    Returns None if unknown: then the step cannot be compiled ahead, and errors
-    in it only show after a run has begun.
+    Returns None if they are unknown: then the step cannot be traced ahead, and
+    its errors only show after a run has begun.
     """
     return None
 
@@ -138,12 +138,12 @@ class Method(abc.ABC):
 
   @abc.abstractmethod
   def init(self, key) -> dict[str, Any]:
-    """Returns the model's variables by collection, boxed with logical axes."""
+    """Returns the model's variables by collection, in boxes of logical axes."""
 
   def start(self, params, model_state, init: str) -> tuple[Any, Any]:
     """Returns params and model_state with the weights at `config.init`.
 
-    The arguments are initialised variables, whose structures the results have.
+    The arguments are initialised variables; the results have their structure.
 
     Raises:
       UserError: there are no weights at `init`, or they do not fit.
@@ -154,21 +154,21 @@ class Method(abc.ABC):
     )
 
   def beginning(self, params, model_state, mesh) -> str:
-    """Returns a line on the quality of the weights of `config.init`, or ''."""
+    """Returns a line on how good the weights of `config.init` are, or ''."""
     del params, model_state, mesh
     return ''
 
   def teacher(self, mesh) -> Any:
     """Returns constant arrays that the losses need, or None.
 
-    For example, the parameters of a teacher. The loop calls this once and
-    replicates the arrays over the mesh. They are not part of checkpoints.
+    They are, for example, the parameters of a teacher. The loop calls this once
+    and replicates the arrays over the mesh. Checkpoints do not hold them.
     """
     del mesh
 
   @abc.abstractmethod
   def static_args(self, step: int) -> Hashable:
-    """Returns the static arguments of a step: each value compiles a program."""
+    """Returns a step's static arguments; each value compiles a new program."""
 
   @abc.abstractmethod
   def losses(
@@ -176,16 +176,16 @@ class Method(abc.ABC):
   ) -> tuple[Sequence[Pair], Any]:
     """Returns (losses, (metric_sums, model_state)); a pure function.
 
-    The objective is the sum of `total / weight` over all losses. A weight is
-    the number of items that the loss is a mean over, and passes no gradient.
-    With gradient accumulation, the weights of all microbatches are summed
-    first; if they depend on more than the batch, that takes another forward
-    pass. `metric_sums['loss']` is the main loss. `teacher` is the result of
-    `teacher()`.
+    Each loss is a pair (total, weight), and the objective is the sum of `total
+    / weight` over all losses. A weight is the number of items that the loss is
+    a mean over, and passes no gradient. With gradient accumulation, the weights
+    of all microbatches are summed first; if weights depend on more than the
+    batch, that takes another forward pass. `metric_sums['loss']` is the main
+    loss. `teacher` is the result of the method `teacher`.
     """
 
   def loss(self, *args, **kwargs) -> tuple[Any, Any]:
-    """Returns the objective of a whole batch, and `losses`'s second result."""
+    """Returns the objective of a whole batch, and the second of `losses`."""
     losses, aux = self.losses(*args, **kwargs)
     return sums.sum_of_means(losses), aux
 
@@ -223,13 +223,14 @@ class Method(abc.ABC):
   def eval_step(
     self, params, model_state, batch, key, mode: Hashable
   ) -> MetricSums:
-    """Returns the sums of a held-out batch; a pure function, compiled by mode.
+    """Returns the metric sums of a held-out batch; a pure function.
 
-    `key` is for randomness in the forward pass, and differs between batches.
+    It is compiled for each mode. `key` is for randomness in the forward pass,
+    and differs between batches.
     """
 
   def finish_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-    """Returns held-out metrics with derived ones added, by full name."""
+    """Adds derived metrics to held-out metrics, whose names have prefixes."""
     return metrics
 
   def main_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
