@@ -21,10 +21,7 @@ def write(directory, step: int, metric: str, value: float) -> None:
 
 
 def resolve(directory, step: Step) -> int | None:
-  """Returns the step of a checkpoint; None, for the newest, stays None.
-
-  Raises UserError for 'best' if the run has recorded no best checkpoint.
-  """
+  """Returns `step` or, if it is 'best', the step that `best.json` names."""
   if step != 'best':
     return step
   best = paths.read_object(workdir.expand(directory) / _FILE).get('step')

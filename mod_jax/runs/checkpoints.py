@@ -175,7 +175,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     return bool(self.config.every) and step % self.config.every == 0
 
   def spare(self, step: int) -> None:
-    """From now on keeps this checkpoint and the newest; call on all hosts."""
+    """From now on keeps this step beside the newest ones; call on all hosts."""
     self._spared.steps = (step,)
 
   def steps(self) -> list[int]:
@@ -431,7 +431,7 @@ def _types(tree) -> dict[str, str]:
 def _restore_beside(directory, load, step=None):
   """Returns `load(saved)` for a checkpoint of a run that may still be saving.
 
-  `step` None takes the newest usable checkpoint; then None means there is none.
+  If `step` is None, takes the newest usable one; returns None without any.
   """
   directory = paths.absolute(directory)
   while True:

@@ -27,8 +27,8 @@ def hash_own_files(item) -> None:
 def write(checkpoint, item: str) -> None:
   """Writes a checkpoint's manifest; call on one host.
 
-  All hosts must have called `hash_own_files` for the item of this name, whose
-  files of digests are deleted.
+  All hosts must have called `hash_own_files` for the item of this name. Deletes
+  the digests that these calls wrote.
   """
   manifest = {}
   for i in range(jax.process_count()):

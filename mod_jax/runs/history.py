@@ -55,7 +55,7 @@ def seconds_per_step(events: list[dict]) -> float | None:
   """Returns the mean seconds of a step, without compilation.
 
   A life of a run is the time from one start to the next. Only lives with an
-  `end` event count, each from the end of its first step; None if there is none.
+  `end` event count, each from the end of its first step; without any, None.
   """
   timed = [
     life for life in _lives(events) if {'first_step', 'end'} <= life.keys()

@@ -67,10 +67,7 @@ class Lock:
     self._made = []  # Directories that `acquire` creates.
 
   def acquire(self) -> None:
-    """Takes the lock, and starts the heartbeat.
-
-    Raises InUse if the owner is alive, UserError if nothing can be written.
-    """
+    """Creates or takes over the lock; raises InUse if its owner is alive."""
     directory = self.path.parent
     remote = paths.is_remote(directory)  # Stores have no directories.
     if not remote:
@@ -100,7 +97,7 @@ class Lock:
     self._beating.start()
 
   def release(self) -> None:
-    """Removes files that are still ours, and directories made for them."""
+    """Removes the lock's files if still ours, and directories made for them."""
     self._done.set()
     if self._beating.is_alive():
       self._beating.join()
@@ -289,10 +286,7 @@ def _kernel() -> str:
 
 
 def _parse(path, text) -> dict:
-  """Returns the owner in a lock's text; `_UNKNOWN` if the text is truncated.
-
-  Raises UserError if the text is not a lock's.
-  """
+  """Returns the owner in a lock's text; raises UserError if it is no lock."""
   try:
     return _UNKNOWN | json.loads(text)
   except (ValueError, TypeError) as error:

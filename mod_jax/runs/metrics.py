@@ -146,7 +146,7 @@ class MetricWriter(contextlib.AbstractContextManager):
       )
 
   def event(self, event: str, step: int, **fields) -> None:
-    """Writes an event (see `history`); a field `time` replaces the present."""
+    """Writes an event (see `history`), with the current time unless given."""
     if self._file is not None:
       self._file.write(_event_line(event, step, fields))
       self._file.flush()

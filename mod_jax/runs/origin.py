@@ -76,10 +76,7 @@ def check_frozen(saved, origin: dict[str, Any], init: str) -> None:
 
 
 def check_data(saved, data: dict[str, Any], *, allow: bool) -> None:
-  """Raises UserError if the data are not a checkpoint's.
-
-  `data` is the fingerprint of the present data. With `allow`, this only warns.
-  """
+  """Raises UserError, or warns if `allow`, if `data` are not a checkpoint's."""
   changes = changed_data(saved, data)
   if changes and not allow:
     raise UserError(

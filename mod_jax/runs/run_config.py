@@ -129,7 +129,7 @@ class RunConfig:
       )
 
   def split(self, params) -> tuple[Any, Any]:
-    """Returns the trained parameters, and the frozen ones or None."""
+    """Returns trained and frozen parameters (None unless `train.frozen`)."""
     if self.train.frozen is None:
       return params, None
     return optimizer_lib.split(self.optimizer, params)

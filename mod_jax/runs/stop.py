@@ -1,4 +1,4 @@
-"""Stops on signals: recorded at once, acted upon where nothing is lost.
+"""Notes signals to stop at once, and obeys them where nothing is lost.
 
 SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1 (which Slurm can send as an early
 warning) only set a flag. The loop checks it after each step, evaluations check
@@ -44,7 +44,7 @@ _asked = _Asked()
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-  """Context manager: signals request that runs stop, and end no process.
+  """Context manager: signals request a stop instead of ending the process.
 
   Contexts may be nested: a request holds until the outermost one ends, so that
   a signal between two runs of a sweep is not lost. When that context ends, and
@@ -92,8 +92,7 @@ def requested() -> bool:
 def after_step() -> bool:
   """Returns whether to stop after the step that was just taken.
 
-  With several hosts, all must call this after each step; the result is the same
-  on all of them.
+  With several hosts, all must call this after each step, and get one result.
   """
   if _asked.hosts > 1:
     # Count over all runs: JAX's service may choose a step of the next run.

@@ -39,10 +39,7 @@ def holds_run(path) -> bool:
 
 
 def find(init: str) -> epath.Path:
-  """Returns the path `config.init`.
-
-  Raises UserError if the path is missing, or is a remote one without a run.
-  """
+  """Returns the path `config.init`; raises UserError if it cannot be read."""
   path = expand(init)
   if not path.exists():
     raise paths.missing(init, 'init')

@@ -81,10 +81,7 @@ def _losses(modality, output, batch) -> jax.Array:
 
 
 def _one_true(classes, label_N, logits_NV):
-  """Returns lines, metrics, a row per class, files and figures, for one label.
-
-  The columns of the rows, which are dictionaries, are printed as a table.
-  """
+  """Returns lines, metrics, rows by class, files and figures, for one label."""
   matrix_VV = classification.confusion(
     label_N, logits_NV.argmax(axis=-1), len(classes)
   )
@@ -120,7 +117,7 @@ def _one_true(classes, label_N, logits_NV):
 
 
 def _many_true(classes, label_NV, logits_NV):
-  """Returns what `_one_true` does, for several labels per image; no files."""
+  """Returns what `_one_true` does, for several labels; no files, no figures."""
   ap_V = classification.average_precision(label_NV, logits_NV)
   true_NV, guess_NV = label_NV > 0, logits_NV > 0
   rows = []
@@ -159,10 +156,7 @@ def _mistaken(matrix_VV, classes, v: int) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]], worst_by: str) -> list[str]:
-  """Returns the lines of a table; of many classes, it has the worst.
-
-  `worst_by` is the column to judge by.
-  """
+  """Returns a table's lines; of many classes only the worst by `worst_by`."""
   shown, note = rows, []
   if len(rows) > _CLASSES:
     order = sorted(rows, key=lambda row: np.nan_to_num(row[worst_by], nan=2))

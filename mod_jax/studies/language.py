@@ -253,7 +253,7 @@ def influence(task, params, model_state) -> Study:
 
 
 def engagement(task, params, model_state) -> Study:
-  """Correlates the routed blocks that process a token with its entropy.
+  """Correlates how many routed blocks process a token with an entropy.
 
   Measures for each held-out token the number of routed blocks that process it
   under top-k, and the entropy of the model's prediction of the next token
@@ -332,7 +332,7 @@ def copying(task, params, model_state) -> Study:
   Small models learn this late, and within a few hundred steps, by heads that
   look for what followed the same token before (induction heads, Olsson et al.
   2022). Of two runs that differ only in the seed or the number of heads, one
-  may end with such heads and with a much lower loss, so that their comparison
+  may end with such heads and with a much lower loss; then their comparison
   shows luck. The study reports the held-out loss by position, which falls as
   far as context is used; the held-out loss after tokens that are new in their
   context, where such heads do not help, and after repeated ones; and the loss

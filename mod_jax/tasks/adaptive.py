@@ -101,11 +101,7 @@ class Adaptive(Plain):
     return pairs, ({'loss': (loss * count, count)}, model_state)
 
   def _capture(self, teacher, batch, rng, *, train):
-    """Runs the teacher, with the routing of training if `train` is set.
-
-    Returns input and output (`acm.Captured`) of each module to be replaced, by
-    name.
-    """
+    """Runs the teacher; returns `acm.Captured` of replaced modules, by name."""
     model, mode = self.config.model, Mode()
     if train and model.routing is not None:
       mode = Mode(routing=model.routing.train_mode)
@@ -114,10 +110,7 @@ class Adaptive(Plain):
     return acm.capture(model, teacher, *args, mode=mode, rngs=rngs, **kwargs)
 
   def _run_all(self, module, params, z_BLD):
-    """Returns a module's output for each number of learners, and its choice.
-
-    The outputs, [K, B, L, D], are those of 0 to N learners.
-    """
+    """Returns outputs with 0, 1, …, N learners, and the choice of the gate."""
     module = ACM(module, mode='all', dtype=self.dtype)
     return module.apply({'params': params}, z_BLD)
 
@@ -280,17 +273,17 @@ class Adaptive(Plain):
   def share_per_token(self, choices, length=None) -> jax.Array:
     """Returns share_BL: the fraction of the learners' cost that a token spent.
 
-    It is a fraction of the cost of all learners of all modules in `choices`,
-    whether or not the token reaches them. `choices` are the gates' choices of
-    some or all adaptive modules, by name; `length` is as for `_compute`.
+    The whole is the cost of all learners of all modules in `choices`, whether
+    or not the token reaches them. `choices` are the gates' choices of some or
+    all adaptive modules, by name; `length` is as for `_compute`.
     """
     return self._compute(choices, length)[0] / self._whole(choices)
 
   def load_per_row(self, choices) -> jax.Array:
     """Returns load_B: the fraction of the learners' cost that a row spent.
 
-    It is a fraction of the cost of all learners, summed over the tokens that
-    reach each module, as in the budget loss.
+    The whole is the cost of all learners, summed over the tokens that reach
+    each module, as in the budget loss.
     """
     spent_BL, whole_BL = self._compute(choices)
     return _ratio(spent_BL.sum(axis=-1), whole_BL.sum(axis=-1))
@@ -322,7 +315,7 @@ class Adaptive(Plain):
     return sum(parts.values()) / 2
 
   def _flops_by_part(self):
-    """Sums the model's `flops_table` over layers; all learners are counted."""
+    """Returns the FLOPs of all layers and learners on a row, by part."""
     parts = collections.Counter()
     for _, row in self.config.model.flops_table(*self.modality.length):
       parts.update(row)
@@ -377,10 +370,9 @@ class Adaptive(Plain):
     return figures | self.modality.load_pictures(self, params, model_state)
 
   def _error_map(self, params):
-    """Plots a module's error by number of learners, as Figure 5 of the paper.
+    """Plots an MLP's error by number of learners, as Figure 5 of the paper.
 
-    The module is the first MLP or, without one, the first adaptive module.
-    Returns no figure if the converted model is not found.
+    Returns {} if the weights of the original model are gone.
     """
     name = next(
       (n for n in self.modules if n.endswith('/mlp')), next(iter(self.modules))

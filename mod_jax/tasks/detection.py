@@ -142,7 +142,7 @@ def draw(
 ):
   """Returns a figure, by name, of images with the boxes that were found.
 
-  For a routed model it also shows the tokens that each routed block processes.
+  The figure of a routed model also shows the tokens that its blocks process.
   `shown_BHWC` are padded uint8 images, and `size_B2` are their heights and
   widths without padding. Boxes with a score of at least `least` are drawn.
   """

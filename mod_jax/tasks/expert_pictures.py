@@ -57,10 +57,7 @@ def load_picture(task, params, model_state, mode: Mode, title: str):
   experts = task.config.model.experts
 
   def count(output, batch):
-    """Counts, in each layer, the tokens that each expert or no-op takes.
-
-    Also counts the tokens that no expert takes, and all tokens.
-    """
+    """Counts each layer's tokens: by taker, without an expert, and all."""
     # Rows that only fill the batch do not count.
     real_B11 = task.modality.token_weights(batch).any(axis=-1)[:, None, None]
     counts = []

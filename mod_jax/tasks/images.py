@@ -209,10 +209,7 @@ class Images(Vision):
     return (self._backbone.grid,) * 2
 
   def look(self, task, params, model_state):
-    """Returns a few images, their captions, and the model's output on them.
-
-    The images are uint8. The fourth result is the model's `intermediates`.
-    """
+    """Returns images, their captions, the output, and the `intermediates`."""
     batch = self.examples(_PICTURED)
     output, state = task.on_examples(
       *(params, model_state, batch, Mode()), mutable='intermediates'
@@ -311,9 +308,9 @@ class Images(Vision):
     )
 
   def _kept(self, task, params, model_state):
-    """Returns kept_SN and the number of held-out images that are counted.
+    """Returns kept_SN, and the number of held-out images that it counts.
 
-    kept_SN is the fraction of the images in which stage S keeps patch N.
+    kept_SN is the fraction of these images in which stage S keeps patch N.
     """
     total_SN, count = 0.0, 0
     for batch, kept_SN in task.over_held_out(

@@ -25,7 +25,7 @@ ROWS = 'rows'  # Name of the `Rows` that `eval_sums` keeps, weights included.
 class Modality(Data):
   """Batches, losses, metrics and pictures of one kind of input.
 
-  The argument `task` of its methods is the `plain.Plain` that uses it.
+  The argument `task` of methods is the `plain.Plain` that uses the modality.
 
   Attributes:
     config: config of the experiment.
@@ -83,10 +83,7 @@ class Modality(Data):
     }
 
   def split(self, name: str):
-    """Returns the split 'train' or 'eval', which has `len` and `fingerprint`.
-
-    `len` counts rows.
-    """
+    """Returns the split 'train' or 'eval': `len` in rows, `fingerprint()`."""
     raise NotImplementedError  # Override this, or the three methods below.
 
   def rows_per_epoch(self) -> int:

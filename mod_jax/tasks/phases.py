@@ -165,10 +165,7 @@ def _with_objective(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:
-  """Returns the config with `num_epochs` converted to `num_steps`.
-
-  Reads the training data to count their rows.
-  """
+  """Converts `num_epochs` to `num_steps`, by counting the rows of the data."""
   epochs, data = config.train.num_epochs, config.data
   if epochs is None:
     return config
@@ -236,10 +233,7 @@ def _dense(config: ExperimentConfig) -> ExperimentConfig:
 def _phase(
   config: ExperimentConfig, name: str, init: str | None
 ) -> ExperimentConfig:
-  """Returns the config of the run of one phase, which starts from `init`.
-
-  Raises UserError if the config has optimiser rules other than the phase's.
-  """
+  """Returns the config of the run of one phase, which starts from `init`."""
   phase, rules = getattr(config.objective, name), _rules(config, name)
   # The config of a phase's own run has the phase's rules already.
   if config.optimizer.rules not in ((), rules):
@@ -266,10 +260,7 @@ def _objective_at(init: str) -> ACMObjective | None:
 
 
 def _teacher(config: ExperimentConfig) -> str | None:
-  """Returns the path of the weights of the model that is made adaptive.
-
-  It is None if `init` is None.
-  """
+  """Returns the path of the original model's weights; None without `init`."""
   objective = config.init and _objective_at(config.init)
   return (objective and objective.teacher) or config.init
 

@@ -346,10 +346,7 @@ def at_floor(model, floor: float):
 
 
 def _with_all_tokens(model):
-  """Returns a routed config that computes the dense model's output.
-
-  Its capacity is 1, and it has no gate.
-  """
+  """Returns a config that acts as the dense model: capacity 1, and no gate."""
   placement = ('period', 'offset', 'first', 'layers', 'capacity_schedule')
   all_tokens = type(model.routing)(
     **{name: getattr(model.routing, name) for name in placement},

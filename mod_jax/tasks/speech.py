@@ -149,10 +149,7 @@ class Speech(Modality):
     return [(letter, frame) for letter, frame in heard if letter]
 
   def heard(self, best_L) -> tuple[str, list[tuple[str, int]]]:
-    """Returns the recognised text, and its words with their first frames.
-
-    `best_L` has the likeliest label of each frame.
-    """
+    """Returns the text of `best_L`, and each word with its first frame."""
     words, fresh = [], True
     for letter, frame in self.letters(best_L):
       if letter == ' ':

@@ -44,10 +44,7 @@ class Vision(Modality):
     return self.reader.eval_batches(self.config.data, **kwargs)
 
   def examples(self, count: int) -> dict[str, np.ndarray]:
-    """Returns a batch of `count` images spread evenly over the held-out data.
-
-    The batch is smaller if there are fewer images.
-    """
+    """Returns a batch of `count` held-out images, or all, spread evenly."""
     batch = next(iter(self.eval_batches(batch_size=count, num_batches=1)))
     real_B = batch['weight'] > 0
     return {name: value[real_B] for name, value in batch.items()}

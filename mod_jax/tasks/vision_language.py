@@ -33,8 +33,7 @@ _RATIO = PruningObjective().ratio
 class VisionLanguage(Modality):
   """Answers to questions about pictures.
 
-  The loss is on answers and, with `data.marks`, on the digits that image tokens
-  show.
+  The loss is on answers and, with `data.marks`, on the digits in the pictures.
   """
 
   unit, loss_unit = 'tokens', 'token'
@@ -103,7 +102,7 @@ class VisionLanguage(Modality):
     pieces: Sequence[tuple[data_lib.Kind, str]],
     encode_all: Callable[[list[str]], Iterable[list[int]]] | None = None,
   ) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a text, and the index in `KINDS` of each token.
+    """Returns the tokens of a text, and each token's kind, an index in `KINDS`.
 
     Each picture becomes the single token `image_token`, and each answer ends
     with the token `end`. The pieces are encoded one by one, so that the kind of

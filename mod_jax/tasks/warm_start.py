@@ -151,10 +151,7 @@ def _kind(config: protocol.StackedConfig) -> str:
 def _published(
   source: 'source_lib.Source', model: protocol.StackedConfig, *, truncate: bool
 ) -> dict[str, Any]:
-  """Returns a model's variables from published weights of the same kind.
-
-  With `truncate`, blocks that a vision model does not have are left out.
-  """
+  """Returns a model's variables from published weights of the same kind."""
   if source.kind == 'language':
     return source.read(model)
   if source.kind == 'speech':
@@ -192,10 +189,7 @@ def _variables(
 
 
 def _frozen(source: 'source_lib.Source') -> dict[str, Any]:
-  """Reads the parameters that a run froze; call `source.read` before.
-
-  Raises UserError if they are not what the run was trained with.
-  """
+  """Reads and checks what a run has frozen; call `source.read` before."""
   run, shapes = source.experiment, protocol.shapes(source.config)
   # All names in the weights that the run started from were compared when it
   # started. Here only the frozen parameters matter, so any other name may be
@@ -222,10 +216,7 @@ def _frozen(source: 'source_lib.Source') -> dict[str, Any]:
 def _fit(
   weights: dict[str, Any], dense: ViTConfig, *, truncate: bool
 ) -> dict[str, Any]:
-  """Returns weights by name, fitted to the resolution of `dense`.
-
-  With `truncate`, blocks that `dense` does not have are left out.
-  """
+  """Fits weights to the resolution of `dense` and, if `truncate`, its depth."""
   fitted = {}
   for name, array in weights.items():
     block = re.match(r'block_(\d+)/', name)

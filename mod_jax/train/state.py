@@ -158,10 +158,7 @@ def _part(params, like):
 
 
 def frozen_fingerprint(abstract: TrainState, params, init: str) -> str:
-  """Returns the fingerprint of the frozen parameters among `params`.
-
-  Raises UserError if one of them is only a shape: `init` does not have it.
-  """
+  """Fingerprints frozen parameters; raises UserError if `init` lacks one."""
   frozen = trees.flatten(_part(params, abstract.frozen))
   for name, x in frozen.items():
     if isinstance(x, jax.ShapeDtypeStruct):

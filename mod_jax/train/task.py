@@ -42,7 +42,7 @@ class Data(abc.ABC):
     main: names of the held-out metrics that are shown on one line.
     rising: regular expressions of the names, without a mode's prefix, of
       held-out metrics of which more is better.
-    falling: regular expressions of those of which less is better.
+    falling: the same for held-out metrics of which less is better.
   """
 
   unit: str = 'tokens'
@@ -176,8 +176,8 @@ class Method(abc.ABC):
   ) -> tuple[Sequence[Pair], Any]:
     """Returns (losses, (metric_sums, model_state)); a pure function.
 
-    Each loss is a pair (total, weight), and the objective is the sum of `total
-    / weight` over all losses. A weight is the number of items that the loss is
+    Each loss is a pair (total, weight); the objective is the sum of all
+    quotients `total / weight`. A weight is the number of items that the loss is
     a mean over, and passes no gradient. With gradient accumulation, the weights
     of all microbatches are summed first; if weights depend on more than the
     batch, that takes another forward pass. `metric_sums['loss']` is the main
