@@ -54,8 +54,8 @@ def cost_of_restarts(events: list[dict]) -> str | None:
 def seconds_per_step(events: list[dict]) -> float | None:
   """Returns the mean seconds of a step, without compilation.
 
-  A life of a run is the time from one start to the next. Only lives with an
-  `end` event count, each from the end of its first step; without any, None.
+  A life of a run is the time from one start to the next. Lives with an `end`
+  event count, from the end of their first step on; None if there is none.
   """
   timed = [
     life for life in _lives(events) if {'first_step', 'end'} <= life.keys()

@@ -46,12 +46,12 @@ _asked = _Asked()
 def listening() -> Iterator[None]:
   """Context manager: signals request a stop instead of ending the process.
 
-  Contexts may be nested: a request holds until the outermost one ends, so that
-  a signal between two runs of a sweep is not lost. When that context ends, and
-  everything is saved, a Ctrl-C becomes the usual `KeyboardInterrupt`; a third
-  Ctrl-C raises it at once. With several hosts a signal on any of them stops all
-  after the same step, by JAX's preemption service. Outside the main thread,
-  where Python allows no signal handlers, this does nothing.
+  Contexts may be nested: a request holds until the outermost context ends, so
+  that a signal between two runs of a sweep is not lost. When that context ends,
+  and everything is saved, a Ctrl-C becomes the usual `KeyboardInterrupt`; a
+  third Ctrl-C raises it at once. With several hosts, a signal on any host stops
+  all hosts after the same step, by JAX's preemption service. Outside the main
+  thread, where Python allows no signal handlers, this does nothing.
   """
   if (
     _asked.listening

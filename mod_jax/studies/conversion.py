@@ -22,10 +22,10 @@ _COLUMNS = ('loss', 'bits_per_byte', 'flops', 'tokens_per_second')
 def conversion(task, params, model_state) -> Study:
   """Measures what routing costs in quality, and what it saves.
 
-  Reports held-out losses of the dense model at `init`, and of the routed model
-  when all blocks process all tokens, and under each rule; FLOPs of a forward
-  pass relative to the dense model; and, for the dense model and causal rules,
-  tokens per second of one row, timed alternately.
+  Reports the held-out loss of the dense model at `init`, and of the routed
+  model under each rule and with all tokens in all blocks. Also reports FLOPs of
+  a forward pass relative to the dense model and, for the dense model and causal
+  rules, the tokens per second of generating one row, timed alternately.
   """
   model, modality = task.config.model, task.modality
   dense = model.dense_twin()

@@ -334,9 +334,10 @@ def copying(task, params, model_state) -> Study:
   2022). Of two runs that differ only in the seed or the number of heads, one
   may end with such heads and with a much lower loss; then their comparison
   shows luck. The study reports the held-out loss by position, which falls as
-  far as context is used; the held-out loss after tokens that are new in their
-  context, where such heads do not help, and after repeated ones; and the loss
-  of random tokens that come twice, where only copying predicts the second time.
+  far as context is used. It reports the held-out loss after repeated tokens and
+  after tokens that are new in their context, where such heads do not help. And
+  it reports the loss of random tokens that come twice: only copying predicts
+  the second time.
   The held-out rows are those of the final evaluation. Routed models choose
   their tokens by top-k.
   """
@@ -439,8 +440,8 @@ def correlation(x_RL, y_RL, valid_RL, seed: int = 0):
   """Returns Spearman's correlation over all tokens, and its 95% interval.
 
   The interval is a percentile bootstrap over rows, since tokens of a row are
-  not independent; ranks are computed once, over all tokens. All three are NaN
-  if x or y is constant.
+  not independent; ranks are computed once, over all tokens. Correlation and
+  interval are NaN if x or y is constant.
   """
   ranks = np.zeros((2, *x_RL.shape))
   for rank_RL, values_RL in zip(ranks, (x_RL, y_RL), strict=True):

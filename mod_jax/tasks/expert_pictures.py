@@ -25,7 +25,7 @@ def takers(
   expert_RBL has, of the experts that ran on a token, the one with the largest
   logit, or `viz.NO_EXPERT`; padding and tokens that a routed block does not
   process are `viz.NOT_THERE`. more_RBL says whether further experts ran on the
-  token, and dropped_RBL whether an expert that it chose did not.
+  token, and dropped_RBL whether an expert that the token chose did not run.
   """
   blocks_maps = []
   for assigned in jax.device_get(list(layers)):

@@ -78,9 +78,9 @@ def complete(
 ) -> Outcome | None:
   """Trains an experiment unless it is finished; returns its outcome.
 
-  For sweeps: a run that diverges returns an outcome and raises no error.
-  Returns None if a signal stopped the experiment. Arguments and other errors
-  are those of `train`.
+  This is for sweeps: if a run diverges, an outcome is returned and no error is
+  raised. Returns None if a signal stopped the experiment. Arguments and other
+  errors are those of `train`.
   """
   directory, last = expand(config, workdir)[-1]
   data = {'allow_changed_data': allow_changed_data}
@@ -99,8 +99,8 @@ def expand(
 ) -> list[tuple[epath.Path, ExperimentConfig]]:
   """Returns directory and config of each run of an experiment.
 
-  The last run is in `workdir` itself, the phases before it are in its
-  subdirectories `phase_<name>`. An experiment without phases is one run.
+  The last run is in `workdir` itself; earlier phases are in subdirectories
+  `phase_<name>` of `workdir`. An experiment without phases is one run.
 
   Raises:
     UserError: all phases are skipped, or the run to start from is missing or is

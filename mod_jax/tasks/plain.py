@@ -256,8 +256,8 @@ class Plain(Method):
   ):
     """Yields each held-out batch with the result of `function(output, batch)`.
 
-    The function is jitted; its results are NumPy arrays. `num_batches` is 0 for
-    all held-out data, `mode` None for `Mode()`, and `model` as for `apply`.
+    The function is jitted; its results are NumPy arrays. `num_batches=0` takes
+    all held-out data, `mode=None` is `Mode()`, and `model` is as for `apply`.
     """
     key = jax.random.key(self.config.seed)
 
@@ -368,9 +368,9 @@ def routing_losses(
   The router and the predictor learn by cross-entropy which tokens top-k
   chooses. `config.router_loss` is the loss weight of the router; the predictor
   has loss weight 1, since its gradients reach no other parameters.
-  `config.balance_loss` is the weight of the loss that pulls the fraction of
-  tokens with a score above 0 towards the capacity. `valid_BL` is False for
-  padding; None means that there is none.
+  `config.balance_loss` weighs the loss that pulls the fraction of tokens with a
+  score above 0 towards the capacity. `valid_BL` is False for padding; None
+  means that there is no padding.
   """
   pairs, metric_sums = [], {}
   # Scores that are attention, or that ignore the tokens, come from no router.

@@ -11,8 +11,8 @@ from mod_jax.tasks.plain import Plain, joined
 class Pruning(Plain):
   """Learns to drop image tokens, with the frozen backbone as teacher.
 
-  The loss is Rao et al. 2021, section 3.4, Eq. 16 as published; its weights are
-  in `experiment.PruningObjective`.
+  The loss is that of Rao et al. 2021, section 3.4, Eq. 16 as published; the
+  loss weights are in `experiment.PruningObjective`.
   """
 
   def __init__(self, config, modality):

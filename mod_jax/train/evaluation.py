@@ -61,7 +61,7 @@ def mesh_of(config: RunConfig) -> jax.sharding.Mesh:
 
 
 def load(task: Method, workdir, *, step: best_lib.Step = None) -> Trained:
-  """Returns the parameters of a run's checkpoint; changes nothing on disk.
+  """Returns the task with a checkpoint's parameters; changes nothing on disk.
 
   `step` is the step of the checkpoint, or 'best' for the step in `best.json`;
   None loads the newest usable checkpoint.
