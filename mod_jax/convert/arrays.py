@@ -35,8 +35,8 @@ class Entry:
 
   Attributes:
     theirs: the array's name in the other library.
-    ours: names of our parameters: one, or several that the other library
-      concatenates along the first axis.
+    ours: names of the same parameters in mod_jax. There are several if the
+      other library concatenates them along its array's first axis.
     channels: number of input channels of the patch embedding.
   """
 
@@ -45,7 +45,7 @@ class Entry:
   channels: int = 3
 
   def to_theirs(self, *arrays):
-    """Converts our arrays to the other library's array."""
+    """Converts our arrays, in the order of `ours`, to the other library's."""
     converted = [self._to_theirs(array) for array in arrays]
     return converted[0] if len(converted) == 1 else np.concatenate(converted)
 
@@ -72,7 +72,7 @@ class Entry:
     return x.reshape(len(x), -1).T
 
   def to_ours(self, x, shape: tuple[int, ...]):
-    """Converts the other library's array to ours, each of the given shape."""
+    """Returns a list of our arrays, of this shape, for the other library's."""
     parts = np.split(x, len(self.ours))
     if self.ours[0].endswith('kernel'):
       # Kernels of 2-D convolutions, of 1-D convolutions, and of linear maps.
@@ -81,7 +81,7 @@ class Entry:
     return [part.reshape(shape) for part in parts]
 
   def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the shape in the other library; `shapes` has ours by name."""
+    """Returns the shape of `theirs`; `shapes` has our shapes by name."""
     abstract = jax.ShapeDtypeStruct(shapes[self.ours[0]], jnp.float32)
     first, *rest = jax.eval_shape(self._to_theirs, abstract).shape
     return (first * len(self.ours), *rest)
@@ -93,16 +93,20 @@ def entries(
   label: str,
   channels: int = 3,
 ) -> tuple[Entry, ...]:
-  """Returns the entries of our parameters.
+  """Returns one `Entry` for each array of the other library.
 
   Args:
     ours: names of our parameters.
     table: maps our names of modules, and of arrays outside any module, to the
-      other library's, with `{}` for the number of the block. To its names of
-      modules, `weight` or `bias` is appended. A module `qkv` is one that the
-      other library has for query, key and value together.
+      other library's names, with `{}` for the number of the block. PyTorch's
+      name of the array, such as `weight`, is appended to a module's name. A
+      module `qkv` is one that the other library has for query, key and value
+      together.
     label: name of the other library, for messages.
-    channels: channels of the patch embedding's input.
+    channels: as for `Entry`.
+
+  Raises:
+    UserError: a parameter's name is not in the table.
   """
   by_theirs = {}
   for name in ours:
@@ -156,10 +160,10 @@ def shapes_of(config) -> dict[str, tuple[int, ...]]:
 def complete(
   source: Mapping[str, Any], config, key: jax.Array | None = None
 ) -> dict[str, dict[str, Any]]:
-  """Returns a model's variables by collection; initialises those not in source.
+  """Returns all of a model's variables by collection.
 
-  `source` has variables by name. `key` is for the initialisation; None means
-  `jax.random.key(0)`.
+  `source` has variables by name, as from `flatten`. Variables that are missing
+  there are initialised with `key`; None means `jax.random.key(0)`.
   """
   new = set(shapes_of(config)) - set(source)
 
@@ -189,8 +193,10 @@ def read(
     stored: the other library's arrays by name, which may be `Lazy`.
     left_out: the other library's names of arrays that are neither compared nor
       returned.
-    **kwargs: of `trees.compare`, which raises UserError if the names or shapes
-      in `stored` are not those of the table.
+    **kwargs: `dropped` and `describe` of `trees.compare`.
+
+  Raises:
+    UserError: the names or shapes in `stored` do not fit the table.
   """
   trees.compare(
     {entry.theirs: entry.shape(shapes) for entry in table},
@@ -223,16 +229,19 @@ def arrays(
   types: Mapping[str, str],
   dropped: Sequence[str] = (),
 ) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
-  """Returns our parameters, converted, as `files.write_sharded` takes them.
+  """Returns (name, size in bytes, function that returns the array) of arrays.
+
+  The other library's arrays are converted from our parameters when the function
+  is called. `files.write_sharded` takes such a list.
 
   Args:
     table: the entries to write.
     shapes: shapes of our parameters by name.
     ours: our parameters by name.
-    types: types to write, as keys of `files.DTYPES`, by the other library's
-      names of arrays; float32 for arrays that are not in it.
+    types: type of each array, a key of `files.DTYPES`, by the other library's
+      name of the array; float32 for arrays without an entry.
     dropped: regular expressions, matched whole, of our names of parameters that
-      are not written.
+      are left out.
 
   Raises:
     UserError: the names or shapes of `ours` do not fit the table and `shapes`.

@@ -109,7 +109,7 @@ def read(path: str | os.PathLike) -> Beside:
 
 
 def of_processor(folder, kind: str = 'image_processor') -> dict[str, Any]:
-  """Returns settings of preprocessing, which newer files have by `kind`."""
+  """Returns a folder's settings of preprocessing for `kind`; {} if none."""
   if processor := paths.read_object(folder / 'preprocessor_config.json'):
     return processor
   # Newer versions of transformers write all processors to one file, by kind.
@@ -119,7 +119,10 @@ def of_processor(folder, kind: str = 'image_processor') -> dict[str, Any]:
 
 
 def of_detector(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns the fields of a `DetectionPreprocess`; the defaults are DETR's."""
+  """Returns fields of a `DetectionPreprocess`; warns of what it cannot follow.
+
+  Settings that the folder lacks have DETR's defaults.
+  """
   fields = of_processor(folder)
   size = fields.pop('size', None)
   told = _processor(fields, 'detr')
@@ -207,7 +210,7 @@ _HARMLESS = ('do_convert_rgb', 'do_reduce_labels')
 
 
 def _processor(fields, model_type) -> dict[str, Any]:
-  """Returns fields of `Beside` from a `preprocessor_config.json`."""
+  """Returns fields of `Beside` from those of a `preprocessor_config.json`."""
   unfollowed = []
   kinds = map(fields.get, ('image_processor_type', 'feature_extractor_type'))
   default_kind = _DEFAULT.get(model_type, 'ViT')
@@ -312,7 +315,7 @@ def _filter(value) -> Image.Resampling | None:
 
 
 def _size(value) -> tuple[str, int] | None:
-  """Returns the mode of resizing (an `augment.Resize`) and a side in pixels."""
+  """Returns the way of resizing (an `augment.Resize`) and a side in pixels."""
   resize, sides = 'squash', [value]
   if isinstance(value, dict):
     sides = list(value.values())

@@ -20,7 +20,7 @@ from mod_jax.models.detr import DETRConfig
 
 Naming = Literal['huggingface', 'timm']  # Library of the backbone.
 
-# Parameters that routed models have in addition to those of their dense twins.
+# Patterns of the parameters that a model has and its dense twin has not.
 ROUTING = (r'(encoder|decoder)/block_\d+/(source/)?router/.*',)
 
 _ATTENTION = {'query': 'q_proj', 'key': 'k_proj', 'value': 'v_proj'} | {
@@ -143,7 +143,7 @@ def _backbone(config: ResNetConfig, naming: Naming) -> dict[str, str]:
 
 
 def on_disk(name: str) -> str:
-  """Converts a name in transformers' modules, or in files, to that in files."""
+  """Converts an array's name in transformers' modules to the name in files."""
   for old, new in _RENAMED:
     name = re.sub(old, new, name)
   return name
@@ -271,7 +271,7 @@ def _read(path) -> dict[str, np.ndarray]:
 def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, Lazy]:
   """Returns the variables of a model's dense twin by name, from a file.
 
-  `path` is a file of weights of Hugging Face, or a folder with one.
+  `path` is a file of weights of Hugging Face, or a folder with such a file.
   """
   arrays = _read(path)
   entries = names(config, 'timm' if _OF_TIMM in arrays else 'huggingface')

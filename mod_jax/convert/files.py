@@ -49,7 +49,10 @@ SHARD = 5 * 10**9  # Maximum bytes per file of weights, as in Hugging Face.
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:
-  """Returns `path` if it is a file, or the file of weights in a directory."""
+  """Returns `path` if it is a file, or the file of weights in a directory.
+
+  Raises UserError if there is no file, or it has a suffix that is not read.
+  """
   path = pathlib.Path(path).expanduser()
   if path.is_dir():
     for name in _IN_DIRECTORY:
@@ -108,7 +111,7 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def _damage(path):
-  """Turns exceptions of any type, as damaged files raise, into a UserError."""
+  """Context manager: turns exceptions, as of damaged files, into UserError."""
   try:
     yield
   except UserError:
@@ -142,7 +145,7 @@ def _read_npz(path) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lazy:
-  """A parameter that is read when it is converted to a NumPy array.
+  """An array that is read from its file when it is converted to NumPy.
 
   Thus a model can be moved to devices array by array, without ever being in the
   host's memory as a whole.
@@ -170,8 +173,8 @@ def has_stored(folder: pathlib.Path) -> bool:
 def stored(folder: str | os.PathLike) -> dict[str, Lazy]:
   """Returns the arrays in a directory's safetensors by name, read lazily.
 
-  The directory has either one file, `model.safetensors`, or an index that names
-  several.
+  The directory has one file, `model.safetensors`, or an index of several files.
+  Raises UserError if files are missing or damaged.
   """
   folder = pathlib.Path(folder).expanduser()
   index = folder / INDEX

@@ -87,9 +87,9 @@ def is_gguf(path: str | os.PathLike) -> bool:
 
 
 def unpack(path: str | os.PathLike) -> pathlib.Path:
-  """Writes a model's config and tokenizer as files of Hugging Face.
+  """Writes the config and tokenizer in a GGUF file as Hugging Face's files.
 
-  Returns the directory of these files in `_CACHE`; it has no weights.
+  Returns their directory, in `_CACHE`; it holds no weights.
   """
   metadata = _Metadata(path)
   config = _config(path, metadata)
@@ -113,7 +113,7 @@ def unpack(path: str | os.PathLike) -> pathlib.Path:
 
 
 def stored(path: str | os.PathLike) -> dict[str, Lazy]:
-  """Returns the weights by their names in Hugging Face, read lazily."""
+  """Returns a file's weights by Hugging Face's names, read lazily."""
   reader, metadata = _reader(path), _Metadata(path)
   heads = {}
   if metadata['general.architecture'] == 'llama':
@@ -167,7 +167,7 @@ def _read(path, tensor, heads: int | None) -> np.ndarray:
 
 
 def _reader(path):
-  """Returns the reader of a file, and caches it until the file changes."""
+  """Returns a file's `GGUFReader`; keeps the latest until its file changes."""
   path = os.path.expanduser(path)
   about = os.stat(path)
   return _read_header(path, about.st_size, about.st_mtime_ns)
@@ -214,7 +214,7 @@ class _Metadata:
 
 
 def _config(path, metadata: _Metadata) -> dict[str, Any]:
-  """Returns the fields of a `config.json`."""
+  """Returns the fields of a `config.json` for the model in a GGUF file."""
   architecture = metadata.get('general.architecture')
   if architecture not in _ARCHITECTURES:
     raise UserError(

@@ -105,14 +105,14 @@ def _from_fields(fields: Mapping[str, Any], where: str) -> VLMConfig:
 
 
 def max_length(folder: str | os.PathLike) -> int:
-  """Returns the longest input, in tokens, of a model of Hugging Face."""
+  """Returns the longest input in tokens, which is in a model's `config.json`."""
   where = f'{folder}/config.json'
   text = _LLAMA | clip.part(files.config_json(folder), 'text_config', where)
   return convert_lm.length_of(text, f'{where}: text_config')
 
 
 def _on_disk(name: str) -> str:
-  """Converts an array's name in transformers' modules to that on disk."""
+  """Converts an array's name in transformers' modules to the name on disk."""
   for pattern, replacement in _IN_MEMORY:
     name = re.sub(f'^{pattern}', replacement, name)
   return name
@@ -173,7 +173,7 @@ def save(
   length: int = 2048,
   tokenizer: Tokenizer | None = None,
 ) -> None:
-  """Writes the dense part of a model in the format of Hugging Face.
+  """Writes a model, without its routers, in the format of Hugging Face.
 
   Arguments and errors are those of `convert.lm.save`. If the `config.json` of
   `like` is used, arrays also get the names that they have in `like`.
@@ -200,7 +200,7 @@ def _arrays(
 ) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
   """Returns a model's dense arrays as `files.write_sharded` takes them.
 
-  Names have the prefixes in `_PARTS`, those of the tower without `clip.PREFIX`.
+  Names have the prefixes in `_PARTS`; the tower's names lack `clip.PREFIX`.
   """
 
   def of(part):

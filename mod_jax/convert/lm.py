@@ -130,9 +130,9 @@ class _Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fields:
-  """The fields of a `config.json` that are read, except `_Rope`, `_Fixed`.
+  """The fields of a `config.json` that are read, except `_Rope` and `_Fixed`.
 
-  `_DEFAULTS` has the defaults that transformers changes for a family of models.
+  `_DEFAULTS` has other defaults, by family, where transformers has them.
   """
 
   vocab_size: config_lib.Size
@@ -156,7 +156,7 @@ class _Fields:
 
   @property
   def windows(self) -> set[int | None]:
-    """The set of all layers' sliding windows; None means full attention."""
+    """The set of all layers' sliding windows, in tokens; None is no window."""
     if not self.use_sliding_window:
       return {None}
     slides = [
@@ -196,7 +196,12 @@ _WINDOW = {
 def _read_config(
   fields: Mapping[str, Any], where: str
 ) -> tuple[_Fields, _Rope]:
-  """Returns the fields of a `config.json` that are used."""
+  """Returns the fields of a `config.json` that this module reads.
+
+  The rotary settings are apart, since files nest them differently. `where`
+  names the file in messages. Raises UserError for an unknown architecture and
+  for settings that are not supported.
+  """
   family = fields.get('model_type')
   if family not in FAMILIES:
     raise UserError(
@@ -235,7 +240,7 @@ def derive(path: str | os.PathLike) -> LMConfig:
 
 
 def from_fields(fields: Mapping[str, Any], where: str) -> LMConfig:
-  """Returns the config of a dense model from the fields of a `config.json`."""
+  """Like `derive`, from the fields of a `config.json` that is named `where`."""
   saved, rope = _read_config(fields, where)
   if len(saved.windows) > 1:
     raise UserError(
@@ -294,7 +299,7 @@ def read(
   """Returns the dense parameters of a model by name, read lazily.
 
   Parameters of scanned layers are stacked. `stored` are Hugging Face's arrays
-  by name; None means those of the safetensors at `path`.
+  by name; None means the arrays in the safetensors at `path`.
 
   Raises:
     UserError: files are missing, or they hold another model: the message lists
@@ -346,16 +351,16 @@ def save(
   length: int = 2048,
   tokenizer: Tokenizer | None = None,
 ) -> None:
-  """Writes the dense part of a model in the format of Hugging Face.
+  """Writes a model, without its routers, in the format of Hugging Face.
 
   Args:
     folder: directory, created if missing; files in it are replaced.
-    params: nested dictionary of arrays; routers are left out.
+    params: nested dictionary of arrays.
     config: config of the model.
     like: directory of the model that this one was made from. If its
-      architecture and sizes are the same, its `config.json`, types of arrays
-      and tokenizer are used. Otherwise, or with None, writes a new
-      `config.json`, and float32 arrays.
+      architecture and sizes are the same, its `config.json`, types of arrays,
+      tokenizer and generation settings are used. Otherwise, or with None,
+      writes a new `config.json` and float32 arrays.
     length: longest input in training, in tokens, for a new `config.json`.
     tokenizer: tokenizer whose begin and end ids are written to a new
       `config.json`; None writes null.
@@ -383,10 +388,7 @@ def arrays(
 ) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
   """Returns a model's dense parameters as `files.write_sharded` takes them.
 
-  `types` are those of `convert.arrays.arrays`.
-
-  Raises:
-    UserError: the parameters are not those of the config.
+  `types` and errors are those of `convert.arrays.arrays`.
   """
   _, unrolled = lm.unrolled(config, params)
   flat = trees.flatten(nn.unbox(unrolled))
@@ -439,7 +441,7 @@ def fields_of(
 
 
 def max_length(path: str | os.PathLike) -> int:
-  """Returns the longest input, in tokens, of a model of Hugging Face."""
+  """Returns the longest input in tokens, which is in a model's `config.json`."""
   return length_of(files.config_json(path), f'{path}/config.json')
 
 
@@ -457,6 +459,6 @@ def unfollowed(path: str | os.PathLike) -> list[str]:
 
 
 def length_of(fields: Mapping[str, Any], where: str) -> int:
-  """Returns the longest input from the fields of a `config.json`."""
+  """Like `max_length`, from the fields of a `config.json` named `where`."""
   saved, _ = _read_config(fields, where)
   return saved.max_position_embeddings

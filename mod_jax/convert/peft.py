@@ -30,8 +30,8 @@ CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'
 # Maps our names of an adapter's two matrices to PEFT's.
 _MATRICES = {'down': 'lora_A', 'up': 'lora_B'}
-# Settings that change what the adapters compute, but no name or shape of an
-# array, with the supported values.
+# Supported values of the settings that change what the adapters compute without
+# changing the name or shape of any array.
 _MUST_BE = {
   'peft_type': ('LORA',),
   'use_dora': (False, None),
@@ -53,10 +53,10 @@ def _fields(folder) -> dict[str, Any]:
 
 
 def base_of(folder: str | os.PathLike) -> str:
-  """Returns the folder of the model that the adapters belong to.
+  """Returns the folder of the model that the adapters in `folder` belong to.
 
   Raises:
-    UserError: the adapters' config does not name it, or it does not exist.
+    UserError: the adapters' config names no folder that exists.
   """
   base = _fields(folder).get('base_model_name_or_path')
   if not isinstance(base, str) or not os.path.exists(base):
@@ -69,7 +69,7 @@ def base_of(folder: str | os.PathLike) -> str:
 
 
 def derive(folder: str | os.PathLike, base):
-  """Returns a model's config `base` with the adapters in a folder added.
+  """Returns `base`, a model's config, with a folder's adapters and classes.
 
   Raises:
     UserError: the adapters are not supported, or belong to another model.
@@ -110,7 +110,7 @@ def derive(folder: str | os.PathLike, base):
 
 
 def _patterns(maps: list[str]) -> tuple[str, ...]:
-  """Returns regular expressions that match only these names of maps."""
+  """Returns regular expressions that match these names of linear maps only."""
   blocks = {}
   for name in maps:
     block, _, kind = name.partition('/')
@@ -131,7 +131,7 @@ def _entries(config) -> tuple[Entry, ...]:
 
 
 def _module(entry: Entry) -> str:
-  """Returns our name of the map whose kernel an entry is about."""
+  """Returns our name of the linear map that an entry has the kernel of."""
   return entry.ours[0].removesuffix('/kernel')
 
 
@@ -156,10 +156,10 @@ def _arrays(folder, config) -> dict[str, np.ndarray]:
 
 
 def read(folder: str | os.PathLike, config) -> dict[str, np.ndarray]:
-  """Returns the parameters in a folder by name: adapters, and any heads.
+  """Returns our parameters in a folder by name: adapters, and any heads.
 
   Raises:
-    UserError: the arrays do not fit `config`; lists all differences.
+    UserError: the arrays do not fit `config`; the message lists how.
   """
   shapes = arrays_lib.shapes_of(config)
   arrays, expected, ours = _arrays(folder, config), {}, {}

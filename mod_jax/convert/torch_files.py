@@ -29,7 +29,7 @@ _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 
 
 def _tensor(storage, offset, shape, strides, *_) -> np.ndarray:
-  """Returns a view of a storage; offset and strides count elements."""
+  """Returns a view of a 1-D array; offset and strides count its elements."""
   numbers = (offset, *shape, *strides)
   if not isinstance(storage, np.ndarray) or storage.ndim != 1:
     raise ValueError('a tensor without numbers')
@@ -95,7 +95,7 @@ _INSTRUCTIONS = (
 # Extends pickle's reader in Python. The reader in C allocates as many places
 # for objects as the largest index in the file, which a bad file can make huge.
 class _Unpickler(pickle._Unpickler):
-  """Reads a pickle. Afterwards, `storages` has zeros by key, to be filled."""
+  """Reads a pickle. Then `storages` has arrays of zeros, by key, to fill."""
 
   dispatch = {
     code: pickle._Unpickler.dispatch[code]
@@ -215,7 +215,7 @@ def _fill(storage: np.ndarray, data: bytes, order: str) -> None:
 
 
 def _weights(value: Any, path: pathlib.Path) -> dict[str, np.ndarray]:
-  """Returns the tensors by name from the contents of a file."""
+  """Returns the tensors by name in `value`, a file's unpickled contents."""
   for key in _WEIGHTS:
     if isinstance(value, dict) and isinstance(value.get(key), dict):
       value = value[key]

@@ -32,7 +32,7 @@ from mod_jax.models.vit import ViTConfig
 Config = ViTConfig | DynamicViTConfig
 Naming = Literal['timm', 'huggingface', 'torchvision', 'lvvit', 'dynamicvit']
 
-# Parameters that our models have in addition to those of their dense twins.
+# Patterns of the parameters that a model has and its dense twin has not.
 ROUTING = (
   r'(block_\d+/)?(router|predictor)/.*',
   r'(prediction|pattern)_\d+(/.*)?',
@@ -45,14 +45,14 @@ _PLAIN = {'activation': 'gelu', 'patch_bias': True, 'input_norm': False}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Library:
-  """How a library names its models.
+  """How a library names the arrays of its models.
 
   Attributes:
     label: name of the library, for messages.
-    table: the library's names of modules and arrays by ours, for
-      `arrays.entries`.
-    required: fields of a `ViTConfig`, with the values in all of its models.
-    unused: patterns of arrays to ignore.
+    table: maps our names to the library's, for `arrays.entries`.
+    required: fields of a `ViTConfig` that have the same value for all models of
+      the library, with that value.
+    unused: patterns of names of arrays to ignore.
   """
 
   label: str
@@ -158,9 +158,10 @@ _PREDICTIONS = {
   'prediction_{}/linear_2': 'score_predictor.{}.out_conv.2.',
   'prediction_{}/linear_3': 'score_predictor.{}.out_conv.4.',
 }
-# Substitutions of prefixes in Hugging Face's names that depend on the class.
+# Patterns of prefixes that differ between Hugging Face's model classes (ViT,
+# DeiT, with or without a distillation token), and their replacements.
 _RENAMED = ((r'^cls_classifier\.', 'classifier.'), (r'^(vit|deit)\.', ''))
-# Parts of Hugging Face's names on disk, and in transformers 5's modules.
+# Parts of Hugging Face's names: in files, and in transformers 5's modules.
 _IN_MEMORY = (
   ('encoder.layer.', 'layers.'),
   ('.attention.attention.query.', '.attention.q_proj.'),
@@ -175,10 +176,10 @@ _IN_MEMORY = (
 def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
   """Returns the table that maps a library's arrays to ours.
 
-  It has all arrays of the dense model and, with naming 'dynamicvit', the
-  prediction heads of a `DynamicViTConfig`. Our names that begin with
-  `batch_stats/` belong to that collection; all others are parameters. Names of
-  Hugging Face lack the prefix of the class. Routing is ignored.
+  The table has all arrays of the dense model and, with naming 'dynamicvit', the
+  prediction heads of a `DynamicViTConfig`, but no routers. Our names that begin
+  with `batch_stats/` belong to that collection; all others are parameters.
+  Names of Hugging Face lack the prefix of the model class.
 
   Raises:
     UserError: the naming is unknown, or the library has no such model.
@@ -225,7 +226,7 @@ _EPSILON = {'huggingface': 1e-12, 'lvvit': 1e-5}
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-  """The contents of a file of weights; names lack Hugging Face's prefixes."""
+  """A file's arrays by name, without the prefixes of Hugging Face's classes."""
 
   path: pathlib.Path
   naming: Naming
@@ -237,24 +238,25 @@ class _File:
     return _STEM in self.arrays
 
   def array(self, module: str, suffix: str = '', rank: int | None = None):
-    """Returns the array of our module `module`, in block 0, if the file has it.
+    """Returns the array of our module `module`; `{}` in the name means block 0.
 
-    `suffix` follows the module's name. Returns None if the rank is not `rank`.
+    `suffix`, such as `weight`, is appended to the library's name of the module.
+    Returns None if there is no such array, or its rank is not `rank`.
     """
     name = self.library.table.get(module, '').format(0) + suffix
     array = self.arrays.get(name)
     return None if rank and getattr(array, 'ndim', 0) != rank else array
 
   def numbers(self, module: str) -> set[int]:
-    """Returns the numbers that the file has for `{}` in our name `module`."""
+    """Returns the numbers of blocks, or heads, with our module `module`."""
     prefix = self.library.table.get(module, '{}').partition('{}')[0]
     pattern = re.compile(re.escape(prefix) + r'(\d+)\.')
     return {int(m[1]) for m in map(pattern.match, self.arrays) if m}
 
   def sizes(self) -> dict[str, Any]:
-    """Returns the fields of a config that the arrays' shapes determine.
+    """Returns the fields of a `ViTConfig` that the arrays' shapes determine.
 
-    For DynamicViT, `stages` is the number of prediction heads.
+    For DynamicViT, there is also `stages`, the number of prediction heads.
     """
     sizes = {}
     distilled = self.array('distillation_token') is not None
@@ -283,7 +285,7 @@ _STEM = _LV_VIT.table['stem/conv_0'] + 'weight'
 
 
 def _read(path: str | os.PathLike) -> _File:
-  """Reads a file, and recognises the naming of its arrays."""
+  """Reads a file, and recognises its naming; UserError if there is none."""
   path = files.find(path)
   arrays = files.read(path)
   if any(name.startswith('score_predictor.') for name in arrays):
@@ -309,7 +311,7 @@ def _read(path: str | os.PathLike) -> _File:
 
 
 def on_disk(name: str) -> str:
-  """Converts a name in Hugging Face's files or modules to that in `names`."""
+  """Converts Hugging Face's name of an array, anywhere, to that in `names`."""
   for old, new in _RENAMED:
     name = re.sub(old, new, name)
   for disk, memory in _IN_MEMORY:
@@ -318,14 +320,14 @@ def on_disk(name: str) -> str:
 
 
 def in_memory(name: str, config: Config) -> str:
-  """Converts a name in `names` to that in transformers 5's modules."""
+  """Converts a name in `names` to the name in transformers 5's modules."""
   for disk, memory in _IN_MEMORY:
     name = name.replace(disk, memory)
   return _prefixed(name, config.dense_twin())
 
 
 def _prefixed(name: str, dense: ViTConfig) -> str:
-  """Returns the name with the prefix of Hugging Face's class for the model."""
+  """Adds the prefix of Hugging Face's model class to a name in `names`."""
   if name.startswith('classifier.'):
     return f'cls_{name}' if dense.has_distillation_head else name
   if name.startswith('distillation_classifier.'):
@@ -337,8 +339,8 @@ def derive(path: str | os.PathLike, **known) -> Config:
   """Returns the config of the model in a file of weights.
 
   Sizes are taken from the arrays' shapes, and other fields from the JSON files
-  beside the weights. Without these files, the number of heads is the usual one
-  for the width, with a warning.
+  beside the weights. If these files do not tell the number of heads, it is the
+  usual one for the width, with a warning.
 
   Args:
     path: a file of weights or a model's directory, as for `load`.
@@ -407,10 +409,10 @@ def load(
 ) -> dict[str, Any]:
   """Returns parameters of a model from weights of another library.
 
-  Position embeddings are resampled if the image size differs. A head that is
-  missing or for another number of classes is newly initialised, with a warning.
-  Routing parameters are newly initialised too, except for prediction heads in
-  files of DynamicViT.
+  Position embeddings are interpolated if the image size differs. A head that is
+  missing in the file, or has another number of classes there, is newly
+  initialised, with a warning. Routers are newly initialised too, and so are
+  prediction heads, unless the file is of DynamicViT.
 
   Args:
     path: a `.safetensors`, `.npz` or `.pth` file in any `Naming`, which is
@@ -425,9 +427,9 @@ def load(
 
   Raises:
     UserError: there is no such file; it has no vision transformer of these
-      libraries; it has another architecture, in which case the message has its
-      sizes and all arrays that are missing, unexpected or of another shape; or
-      the model has batch statistics, which `load_variables` returns.
+      libraries; it has another architecture, and the message lists its sizes
+      and all arrays that are missing, unexpected or of another shape; or the
+      model has batch statistics, which `load_variables` returns.
   """
   if config.dense_twin().stem is not None:
     raise UserError(
@@ -443,7 +445,7 @@ def load_variables(
   *,
   key: jax.Array | None = None,
 ) -> dict[str, dict[str, Any]]:
-  """Returns all of a model's variables by collection; otherwise like `load`."""
+  """Like `load`, but returns all of a model's variables, by collection."""
   _check_dense(config)
   source = read(path, config)
   if key is None:
@@ -458,11 +460,11 @@ def read(
 ) -> dict[str, Lazy]:
   """Returns the variables of a model that a file contains, by name.
 
-  Heads that the file lacks or has for another number of classes are left out,
-  with a warning, and so are routing parameters. Names of batch statistics begin
-  with `batch_stats/`. `truncate` accepts weights of a deeper model and uses its
-  first blocks (`config.isoflop_twin()`); the other arguments, and errors, are
-  those of `load`.
+  Parameters that `load` would newly initialise are left out, with its warnings.
+  Names of batch statistics begin with `batch_stats/`. `truncate` accepts
+  weights of a deeper model and uses its first blocks (see
+  `ViTConfig.isoflop_twin`). The other arguments are those of `load`, and so are
+  the errors, except the last.
   """
   file, dense = _read(path), config.dense_twin()
   entries, shapes = names(config, file.naming), arrays_lib.shapes_of(config)
@@ -510,9 +512,9 @@ def save(
 ) -> None:
   """Writes the weights of a model's dense twin in another library's naming.
 
-  Routers and prediction heads are left out, except prediction heads with naming
-  'dynamicvit'. The library's own model of the same sizes can load the file;
-  Hugging Face also needs a `config.json` in the same directory.
+  Naming 'dynamicvit' also writes prediction heads. The library's own model of
+  the same sizes can load the file; Hugging Face also needs a `config.json` in
+  the same directory.
 
   Args:
     path: path of the file, ending in `.safetensors`, `.npz` or `.pth`; an
@@ -559,7 +561,11 @@ def _check_dense(config: Config) -> None:
 
 
 def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
-  """Compares a config with the JSON files beside the weights, if any."""
+  """Compares a config with the JSON files beside the weights, if any.
+
+  Raises UserError if the number of heads or the activation differs; logs a
+  warning if the epsilon differs, or the files do not tell the heads.
+  """
   saved = beside.read(path)
   if saved.num_heads not in (None, dense.num_heads):
     raise UserError(
@@ -590,8 +596,8 @@ def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
 def resampled(position_LD, dense: ViTConfig) -> jax.Array | np.ndarray:
   """Returns the position embeddings, interpolated to the model's resolution.
 
-  Embeddings of another width, or of patches that form no square, belong to
-  another kind of model. They are returned unchanged.
+  Embeddings of another width, or of patches that form no square, are returned
+  unchanged: they belong to another kind of model.
   """
   length, width = position_LD.shape
   patches = max(length - dense.num_prefix, 0)
@@ -613,8 +619,9 @@ def _new_heads(file: _File, expected: Mapping) -> dict[str, int | None]:
   """Returns the heads that need a new initialisation, by name.
 
   The values are the number of classes in the weights, or None if the head is
-  missing. Raises UserError if only the second head of a distilled model is
-  missing: the logits would be the mean of a trained and an untrained head.
+  missing. `expected` has the shapes of arrays by name. Raises UserError if only
+  the second head of a distilled model is missing: the logits would be the mean
+  of a trained and an untrained head.
   """
   new = {}
   for head in ('head', 'head_distilled', 'head_tokens'):

@@ -129,7 +129,7 @@ def read(path: str | os.PathLike, config: Wav2Vec2Config) -> dict[str, Lazy]:
 
   `path` is a file of weights of Hugging Face, or a directory with one. A head
   that is missing or of another size than the vocabulary is left out, with a
-  warning. Routing parameters are left out too.
+  warning. Routers and a missing embedding of masked frames are left out, too.
   """
   path = files.find(path)
   arrays = {

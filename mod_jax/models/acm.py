@@ -24,14 +24,14 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
-# Patterns of the parameters that only adaptive models have, and of those among
-# them that belong to gates.
+# Patterns of the parameters that only adaptive models have, and of the gates'
+# parameters among them.
 PARAMETERS = r'.*_acm/.*'
 GATES = r'.*_acm/gate/.*'
 
 
 def slots(config) -> dict[str, Slot]:
-  """Returns all slots of a model by name: `block_0/mlp` and so on."""
+  """Returns all module slots (`layers/slots.py`) by name: `block_0/mlp` etc."""
   return {
     f'block_{i}/{name}': slot
     for i, layer in enumerate(config.stack.layers)
@@ -67,7 +67,8 @@ class Captured:
   Attributes:
     z_BLD: input; axes of heads and channels are flattened to one.
     y_BLD: output, flattened likewise.
-    valid_BL: False for padding and empty slots; None if all tokens are valid.
+    valid_BL: False for padding and for a routed block's empty token slots; None
+      if all tokens are valid.
   """
 
   z_BLD: jax.Array
@@ -77,7 +78,7 @@ class Captured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Watched(Slot):
-  """Runs a slot, and adds its input and output to the aux."""
+  """Runs a module slot, and adds its `Captured` to the aux."""
 
   slot: Slot
 
@@ -110,11 +111,12 @@ def without(config):
 def capture(
   config, variables, *inputs, mode: Mode | None = None, rngs=None, **kwargs
 ) -> dict[str, Captured]:
-  """Returns inputs and outputs of the dense modules that a model replaces.
+  """Returns inputs and outputs of the modules to replace, by slot name.
 
-  A routed or pruned model runs as in inference, so that only the tokens that a
-  module would process are captured. `config` is the adaptive model's config,
-  `variables` are the variables of the model without adaptive modules.
+  A routed or pruned model runs as in inference, unless `mode` differs, so only
+  the tokens that a module would process are captured. `config` is the adaptive
+  model's config, `variables` are those of the model without adaptive modules.
+  `inputs` and `kwargs` are passed to the model.
   """
   mode = Mode() if mode is None else mode
   watching = _Watching(**vars(config.adaptive))
@@ -136,7 +138,7 @@ def acmize(
     **options: fields of `AdaptiveConfig`.
 
   Returns:
-    Config and parameters of the adaptive model, and a `report`.
+    Config and parameters of the adaptive model, and the text of `report`.
 
   Raises:
     UserError: the model cannot be adaptive, or an option does not fit it.

@@ -69,15 +69,16 @@ class DETRConfig(StackedConfig):
   mlp_dim: config_lib.Size = 2048  # Hidden width of the MLPs (F).
   dropout: config_lib.BelowOne = 0.1  # Dropout rate of updates in training.
   norm_epsilon: config_lib.Epsilon = 1e-5  # Epsilon of the layer norms.
-  # Weight of the classes in the loss, where the L1 and GIoU terms of the boxes
-  # have the weights 5 and 2. Classes always have the weight 1 in matching.
+  # Loss weight of the classes; the L1 and GIoU terms of the boxes have the loss
+  # weights 5 and 2. When predictions are matched to objects, it is always 1.
   class_weight: config_lib.Weight = 1.0
   # Routed blocks of encoder and decoder; None = none.
   routing: VisionRoutingConfig | None = None
-  # Which tokens are routed; `memory` are the encoder's outputs, among which
-  # decoder layers choose. The first decoder layer's input is zero, so that its
-  # attention between queries is the same for all pictures, and with A-MoD also
-  # the second layer's choice of queries.
+  # Which tokens are routed: those of the encoder, the decoder's queries, and
+  # `memory`: of the encoder's outputs, each decoder layer then reads only some.
+  # The first decoder layer's input is zero, so its attention between queries is
+  # the same for all pictures. Hence A-MoD, which scores tokens by the previous
+  # layer's attention, chooses the same queries for all in the second layer.
   routed: tuple[Literal['encoder', 'queries', 'memory'], ...] = (
     *('encoder', 'queries', 'memory'),
   )
@@ -161,7 +162,6 @@ class DETRConfig(StackedConfig):
 
   @functools.cached_property
   def encoder(self) -> StackConfig:
-    """The layers of the encoder."""
     layers = stack_lib.layer_configs(
       *(self._block(decoder=False), self.num_layers, self._routing('encoder'))
     )
@@ -183,28 +183,26 @@ class DETRConfig(StackedConfig):
 
   @property
   def stack(self) -> StackConfig:
-    """The encoder's layers; the decoder's have the same dtype and remat."""
+    """The encoder's layers, for code that reads a model's dtype and remat."""
     return self.encoder
 
   @property
   def capacities(self) -> tuple[float | None, ...]:
-    """Capacities of the encoder's and decoder's blocks; None: not routed."""
+    """Each block's capacity, the encoder's first; None if it is not routed."""
     return self.encoder.capacities + self.decoder.capacities
 
   def with_parts(self, **parts):
-    """Returns the model with `routing` replaced; ignores other parts."""
+    """Returns the config with `routing` replaced; ignores other parts."""
     return dataclasses.replace(self, routing=parts.get('routing', self.routing))
 
   def build(self, **kwargs) -> 'DETR':
-    """Returns the module; keywords are fields of `Mode`."""
     return DETR(self, Mode(**kwargs))
 
   def example(self) -> jax.Array:
-    """Returns a minimal input to initialise the model with."""
     return jnp.zeros((1, *self.image_size, 3))
 
   def tokens_per_block(self) -> tuple[int, ...]:
-    """Returns how many tokens (decoder: queries) each block processes."""
+    """Returns how many tokens or, in the decoder, queries each block takes."""
     return self.encoder.tokens_per_block(
       self.num_tokens
     ) + self.decoder.tokens_per_block(self.num_queries)
@@ -259,7 +257,7 @@ class DETROutput(StackedOutput):
       fractions of the picture without its padding.
     aux: aux of each layer by kind, the encoder's first; see `stack.collect`.
     earlier: in training (logits_BNQV, boxes_BNQ4) of the N decoder layers
-      before the last; otherwise None.
+      before the last; None if there are none, and outside of training.
   """
 
   logits_BQV: jax.Array
@@ -342,7 +340,8 @@ class DETR(nn.Module):
   ) -> DETROutput:
     """Returns the output for a grid of tokens.
 
-    `image` is the height and width of the padded pictures in pixels.
+    `image` is the height and width of the padded pictures in pixels. `size_B2`
+    is as in `__call__`.
     """
     batch, rows, columns, width = x_BHWD.shape
     x_BLD = x_BHWD.reshape(batch, rows * columns, width)

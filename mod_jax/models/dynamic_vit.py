@@ -1,7 +1,7 @@
 """DynamicViT (Rao et al. 2021): image tokens are dropped stage by stage.
 
-If the backbone is routed or has adaptive modules, these choose among the
-remaining tokens.
+Routed blocks of the backbone choose among the remaining tokens, and its
+adaptive modules process only these.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ class DynamicViTConfig(StackedConfig):
 
   @property
   def learned(self) -> bool:
-    """Whether the score is learned, so that training masks dropped patches."""
+    """Whether the score is learned; if so, training masks dropped patches."""
     return self.score in ('predicted', 'static')
 
   @property
@@ -138,7 +138,6 @@ class DynamicViTConfig(StackedConfig):
     )
 
   def build(self, **kwargs) -> 'DynamicViT':
-    """Returns the module; keywords are fields of `Mode`."""
     return DynamicViT(self, Mode(**kwargs))
 
   def dense_twin(self) -> ViTConfig:
@@ -149,20 +148,19 @@ class DynamicViTConfig(StackedConfig):
     return dataclasses.replace(self, backbone=self.backbone.with_parts(**parts))
 
   def example(self) -> jax.Array:
-    """Returns a minimal input to initialise the model with."""
     return self.backbone.example()
 
   @property
   def masked(self) -> 'DynamicViTConfig':
-    """The model whose forward pass has the FLOPs of a pass in training.
+    """The config whose forward pass has the FLOPs of a pass in training.
 
-    In training, patches that a learned score drops are only masked, except with
-    `Mode(masks=False)`, which is for the training of adaptive modules.
+    If the score is learned, all patches remain, since training only masks the
+    dropped ones (but see `Mode.masks`).
     """
     return dataclasses.replace(self, keep=1.0) if self.learned else self
 
   def patches_after(self, depth: int) -> int:
-    """Returns how many patches leave the first `depth` blocks."""
+    """Returns how many patches remain after the first `depth` blocks."""
     counts = [
       n
       for n, stage in zip(self.kept, self.stages, strict=True)
@@ -176,7 +174,6 @@ class DynamicViTConfig(StackedConfig):
     return tuple(prefix + self.patches_after(i + 1) for i in range(layers))
 
   def tokens_per_block(self) -> tuple[int, ...]:
-    """Returns how many of an image's tokens each block processes."""
     return tuple(
       layer.tokens(tokens)
       for layer, tokens in zip(
@@ -207,15 +204,15 @@ class DynamicViTConfig(StackedConfig):
     return self.backbone.row_prefixes(row)
 
   def prediction_flops(self, patches: int) -> int:
-    """Returns the forward FLOPs of one prediction head."""
+    """Returns the forward FLOPs of a prediction head, for so many patches."""
     sizes = PredictionHead.sizes(self.backbone.width)
     return 2 * patches * sum(a * b for a, b in sizes)
 
 
 def equal_stages(num_layers: int, count: int = 3) -> tuple[int, ...]:
-  """Returns `count` equally spaced stages, as in the paper.
+  """Returns `count` equally spaced blocks before which to drop patches.
 
-  There are fewer in a model of few blocks: at most one before each block.
+  In a model of few blocks, the result has fewer numbers, without repetition.
   """
   stages = {i * num_layers // (count + 1) for i in range(1, count + 1)}
   return tuple(sorted(stages))
@@ -226,14 +223,14 @@ class DynamicViTOutput(StackedOutput):
   """What a forward pass returns. S stages, N patches.
 
   Attributes:
-    logits_BV: float32 logits of the classes.
+    logits_BV: float32 logits of the classes; None without a head.
     features_BLD: the remaining tokens after the last norm, the class token
       first; all tokens if dropped patches are only masked.
     keep_SBN: float32, 1 for patches kept after each stage; differentiable
       (straight-through) if dropped patches are only masked. Empty for
       `structural`.
     probability_SBN: float32 probability of keeping each remaining patch, by a
-      learned score; 0 for those already dropped. None for other scores.
+      learned score; 0 for patches already dropped. None for other scores.
     aux: aux of each layer, about the tokens that reached it, by kind; see
       `stack.collect`.
   """
@@ -343,8 +340,8 @@ class DynamicViT(nn.Module):
     """Returns logits, features and the kept patches.
 
     `images_BHWC` are normalised, of the config's size and three channels.
-    `decisions_SBN` is 1 for patches to keep after each stage, in place of
-    sampled decisions; dropped patches are masked, as in training.
+    `decisions_SBN` is 1 for patches to keep after each stage; all other patches
+    are masked, as in training. With None, the scores decide.
     """
     if decisions_SBN is not None:
       self._check(decisions_SBN, images_BHWC.shape[0])
@@ -356,7 +353,7 @@ class DynamicViT(nn.Module):
   def features(
     self, images_BHWC: jax.Array, depth: int
   ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns x_BKD, the K patches that leave the first `depth` blocks.
+    """Returns x_BKD, the K patches that remain after the first `depth` blocks.
 
     If dropped patches are only masked, K is the same as if they were removed:
     kept patches are chosen first, by probability, and a patch that is not kept
@@ -452,7 +449,7 @@ class DynamicViT(nn.Module):
     )
 
   def _log_probability(self, stage, x_BND, keep_BN, index_BN):
-    """Returns log-probabilities of keep and drop; None if not learned."""
+    """Returns log-probabilities of keep and drop; None for unlearned scores."""
     match self.config.score:
       case 'predicted':
         return self.prediction[stage](x_BND, keep_BN)
@@ -462,7 +459,7 @@ class DynamicViT(nn.Module):
     return None
 
   def _draw(self, log_BN2):
-    """Samples hard decisions with soft gradients (Jang et al. 2017)."""
+    """Samples decisions, 1 to keep, with soft gradients (Jang et al. 2017)."""
     noise = jax.random.gumbel(self.make_rng('gumbel'), log_BN2.shape)
     soft_BN2 = jax.nn.softmax((log_BN2 + noise) / self.config.temperature)
     soft_BN = soft_BN2[..., 0]
@@ -471,7 +468,7 @@ class DynamicViT(nn.Module):
     return hard_BN + (soft_BN - jax.lax.stop_gradient(soft_BN))
 
   def _score(self, log_BN2, score_BL, index_BN):
-    """Returns the scores; the patches with the largest are kept."""
+    """Returns a score of each patch; the patches of largest score are kept."""
     match self.config.score:
       case 'random':
         return routing.gaussian_scores(self.make_rng('routing'), index_BN.shape)
@@ -497,6 +494,6 @@ def _pool(x_BND: jax.Array) -> jax.Array:
 
 
 def _spread(value_BK, index_BK, length):
-  """Returns value_BN: values scattered to their patches, 0 elsewhere."""
+  """Returns value_BN: each value at its patch `index_BK`, 0 elsewhere."""
   zeros_BN = jnp.zeros((value_BK.shape[0], length), value_BK.dtype)
   return routing.scatter_add_tokens(zeros_BN, index_BK, value_BK)

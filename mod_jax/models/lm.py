@@ -37,7 +37,7 @@ _TOKENS = 64  # Number of targets whose logits are computed at a time.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LMConfig(StackedConfig):
-  """Sizes and options of a `LanguageModel`; dense if `routing` is None."""
+  """Sizes and options of a `LanguageModel`, which by default has MoD."""
 
   vocab_size: config_lib.Size = 256  # Ids of the tokenizer (V).
   num_layers: config_lib.Unrolled = 4  # Blocks.
@@ -57,7 +57,7 @@ class LMConfig(StackedConfig):
   # Base of the wavelengths of the rotary embedding.
   rope_theta: Annotated[float, config_lib.Range(gt=1)] = 10_000.0
   rope_scaling: RopeScaling | None = None  # Scaling of wavelengths.
-  # Most tokens to which a token attends, with itself; None = all before it.
+  # Most tokens to which a token attends, itself included; None = all until it.
   window: config_lib.Size | None = None
   qkv_bias: bool = False  # Biases of query, key and value.
   # Whether each head's queries and keys are RMS-normalised before the rotation.
@@ -70,7 +70,7 @@ class LMConfig(StackedConfig):
   # Number of blocks after which the head is also trained, so that these blocks
   # can draft tokens in speculative decoding; 0 = no early exit.
   early_exit: config_lib.Count = 0
-  early_loss: config_lib.Weight = 0.3  # Weight of the loss of the early exit.
+  early_loss: config_lib.Weight = 0.3  # Loss weight of the early exit.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
   scan_layers: bool = False  # Compile one group of blocks and loop over it.
   remat: stack_lib.Remat = 'none'  # What is saved for the backward pass.
@@ -159,7 +159,6 @@ class LMConfig(StackedConfig):
 
   @functools.cached_property
   def stack(self) -> StackConfig:
-    """The layers."""
     return StackConfig(
       layers=tuple(
         dataclasses.replace(layer, tells_features=i + 1 == self.early_exit)
@@ -175,10 +174,10 @@ class LMConfig(StackedConfig):
 
   @property
   def rules(self) -> tuple[str, ...]:
-    """Names of the usable routing rules, `top_k` first.
+    """Names of the routing rules that this config's training makes usable.
 
-    Empty if no choice depends on later tokens: then rules have no effect. Only
-    `top_k` if no causal rule was trained.
+    `top_k` is the first, and the only one if no causal rule is trained. Empty
+    if no choice depends on later tokens: then rules have no effect.
     """
     if self.num_routed and self.routing.kinds is None:
       causal = self.routing.causal_rules
@@ -192,10 +191,10 @@ class LMConfig(StackedConfig):
 
   @property
   def decoding_mode(self) -> RoutingMode:
-    """The mode for generation: that of the first causal rule, if any is needed.
+    """The mode for generation, with the first causal rule of `rules`.
 
-    It is the rule that chose tokens in training, unless that was top-k. Raises
-    UserError if a causal rule is needed, but none was trained.
+    This rule chose tokens in training, unless top-k did. If `rules` is empty,
+    returns the default mode. Raises UserError if `rules` has only `top_k`.
     """
     if not self.rules:
       return RoutingMode()
@@ -205,7 +204,7 @@ class LMConfig(StackedConfig):
 
   @property
   def cannot_sample(self) -> str:
-    """Error message for sampling from a model without causal rules."""
+    """Message of the error for sampling from a model without a causal rule."""
     routing = self.routing
     if self.num_routed and routing.kinds is None and not routing.causal_rules:
       return routing.cannot_sample
@@ -222,24 +221,22 @@ class LMConfig(StackedConfig):
     return self.routing.mode(rule, **kwargs)
 
   def unrolled(self, variables) -> tuple['LMConfig', dict[str, Any]]:
-    """Returns config and variables, by collection, with unrolled layers."""
+    """Like the function `unrolled`, for all variables by collection."""
     return dataclasses.replace(self, scan_layers=False), {
       name: stack_lib.unrolled(self.stack, collection)
       for name, collection in variables.items()
     }
 
   def build(self, **kwargs) -> 'LanguageModel':
-    """Returns the module; keywords are fields of `Mode`."""
     return LanguageModel(self, Mode(**kwargs))
 
   def example(self) -> jax.Array:
-    """Returns a minimal input to initialise the model with."""
     return jnp.zeros((1, 2), jnp.int32)
 
   def flops_table(
     self, length: int, **kwargs
   ) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, forward FLOPs by part) for one sequence and the head."""
+    """Returns (layer, forward FLOPs by part) for a sequence, the head last."""
     return [
       *self.stack.flops_table(length, **kwargs),
       ('head', {'head': 2 * length * self.width * self.vocab_size}),
@@ -290,12 +287,12 @@ class LMOutput(StackedOutput):
     logits_BLV: float32 logits of the next token; None if targets were passed,
       to save the memory of all logits at once.
     aux: aux of each layer, by kind; see `stack.collect`.
-    cache: the cache with the tokens added; None without a cache.
-    loss: cross-entropy of the targets, as in `losses.next_token_loss`; None
-      without targets.
-    early_loss: `loss` of the head after the first `early_exit` blocks; None
-      unless in training.
-    right_BL: whether a target is the likeliest token; None in training and
+    cache: the cache with the tokens added; None if none was passed.
+    loss: summed cross-entropy of the targets in nats, each times its weight,
+      and the sum of the weights; None without targets.
+    early_loss: the same for the head on the output of the first `early_exit`
+      blocks; None unless in training, with an early exit and targets.
+    right_BL: whether each target is the likeliest token; None in training and
       without targets.
   """
 
@@ -335,7 +332,7 @@ class LanguageModel(nn.Module):
     kind_BL: jax.Array | None = None,
     features_BND: jax.Array | None = None,
   ) -> LMOutput:
-    """Returns logits or loss, routing and cache.
+    """Returns the logits or the loss, with each layer's aux and the new cache.
 
     Args:
       tokens_BL: int token ids.
@@ -348,12 +345,13 @@ class LanguageModel(nn.Module):
       cache: keys and values of earlier tokens; None for whole sequences.
       targets_BL: int token ids to predict; if given, the output has the loss
         instead of logits.
-      weights_BL: weight of each target; None for 1.
+      weights_BL: loss weight of each target; None for 1.
       depth: number of blocks to run before the head; None for all.
       prompt: whether the tokens are a prompt. If True, returns logits only for
         each row's last real token: the logits of all tokens can take more
         memory than the model.
-      kind_BL: int32 `TokenInfo.kind_BL`; None if tokens have no kinds.
+      kind_BL: each token's index into `token_info.KINDS`; None if tokens have
+        no kinds.
       features_BND: features that replace the embeddings of a row's tokens of
         the kind `image`, in order. A row has at most N such tokens and at most
         L - N others. None without images.
@@ -443,7 +441,7 @@ def _with_images(x_BLD, features_BND, info: token_info.TokenInfo):
 
 
 def _last(x_BLD, valid_BL):
-  """Returns each row's features at its last real token, with L = 1."""
+  """Returns the features of each row's last valid token, with L = 1."""
   if valid_BL is None:
     return x_BLD[:, -1:]
   last_B = valid_BL.shape[1] - 1 - valid_BL[:, ::-1].argmax(axis=-1)
@@ -451,7 +449,10 @@ def _last(x_BLD, valid_BL):
 
 
 def _right(x_BLD, spec, kernel, targets_BL):
-  """Returns `LMOutput.right_BL`; computes logits of few tokens at a time."""
+  """Returns `LMOutput.right_BL`, from the logits of few tokens at a time.
+
+  `spec` multiplies the features of one token by `kernel`, as in `einsum`.
+  """
 
   def is_likeliest(features_and_target):
     x_D, target = features_and_target
@@ -466,7 +467,7 @@ def _right(x_BLD, spec, kernel, targets_BL):
 
 
 class _Head(nn.Module):
-  """Kernel of an untied head, with the name that it has in a `dense.Linear`."""
+  """Parameter `kernel` of an untied head, named as in a `dense.Linear`."""
 
   shape: tuple[int, int]
 
@@ -486,8 +487,8 @@ def check_tokens(
 ) -> None:
   """Raises UserError for arrays that the language model cannot read.
 
-  The range of the ids is checked outside of `jax.jit` only, since traced values
-  are unknown.
+  The range of the ids is checked only outside of `jax.jit`, where values are
+  known, and only of arrays that this host has as a whole.
   """
   others = {'valid': valid_BL, 'segment': segment_BL, 'targets': targets_BL}
   others |= {'weights': weights_BL}
@@ -558,19 +559,20 @@ def _check_mode(config, mode, tokens_BL, segment_BL, cache):
 
 
 def unrolled(config: LMConfig, params):
-  """Converts config and parameters to unrolled layers."""
+  """Returns config and parameters with separate layers `block_<i>`.
+
+  Scanned layers, whose parameters are stacked under `layers`, are unstacked.
+  """
   unscanned = dataclasses.replace(config, scan_layers=False)
   return unscanned, stack_lib.unrolled(config.stack, params)
 
 
 def matrices(config: LMConfig) -> dict[str, tuple[int, ...]]:
-  """Returns the input axes of each matrix that may be stored as int8, by name.
+  """Returns the input axes of the matrices that may be stored as int8, by name.
 
-  These matrices are the head, which may be the embedding, and the kernels of
-  linear maps in the blocks, except in experts and learners.
-
-  Raises:
-    UserError: the model is not a language model.
+  These matrices are the embedding, the kernel of an untied head, and the
+  kernels of linear maps in the blocks, except in experts and learners. Raises
+  UserError if the model is not a language model.
   """
   require(
     isinstance(config, LMConfig),
@@ -604,10 +606,11 @@ def merge(
   collections: bool = False,
   **kwargs,
 ):
-  """Calls `trees.merge` for models that may differ in how layers are scanned.
+  """Like `trees.merge`, for models that may differ in how layers are scanned.
 
-  `fresh` is a collection of the model `config`, and `source` of the model `of`,
-  on the host. With `collections`, both are dictionaries of collections.
+  `fresh` is a collection of the model `config`, and `source` one of the model
+  `of`. With `collections`, both are dictionaries of collections. `kwargs` are
+  those of `trees.merge`. The result is arranged like `fresh`.
   """
 
   def layout(config):
@@ -632,6 +635,6 @@ def merge(
 
 
 def scanned(config: LMConfig, params):
-  """Converts config and parameters to scanned layers; inverts `unrolled`."""
+  """Returns config and parameters with scanned layers; inverts `unrolled`."""
   config = dataclasses.replace(config, scan_layers=True)
   return config, stack_lib.scanned(config.stack, params)

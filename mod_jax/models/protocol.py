@@ -34,11 +34,12 @@ class StackedConfig:
   Each is a frozen dataclass with `build(**mode)`, which returns the module and
   takes fields of `layers.mode.Mode`; `example()`, a minimal input to initialise
   it with; and `flops_table(*length)`, a list of (layer, forward FLOPs by part)
-  for one sequence or image. `*length` is the number of tokens of a sequence for
-  language models, and empty for models of images, whose size is in the config.
+  for one input. `*length` is the number of tokens for language models, of
+  frames for models of speech, and empty for models of pictures alone.
 
-  The parts are nested: pruning decides which tokens remain, routing which of
-  them a block processes, and adaptive modules how much each of those costs.
+  A model's parts are the attributes below, pruning and merging. Pruning decides
+  which tokens remain, routing which of the remaining tokens a block processes,
+  and adaptive modules how much each processed token costs.
 
   Attributes:
     routing: how blocks are routed; None for a model without routed blocks.
@@ -53,7 +54,7 @@ class StackedConfig:
   lora: LoRAConfig | None
 
   def _layers(self, block, **kwargs) -> tuple[LayerConfig, ...]:
-    """Returns the configs of layers of `block` with the parts of the model."""
+    """Returns the layers' configs: `block` with the model's parts added."""
     return stack.layer_configs(
       *(block, self.num_layers, self.routing),
       experts=self.experts,
@@ -77,14 +78,14 @@ class StackedConfig:
     return len(self.routed_blocks)
 
   def tokens_per_block(self, *length: int) -> tuple[int, ...]:
-    """Returns how many of a sequence's tokens each block processes."""
+    """Returns how many of `length` tokens each block processes."""
     return self.stack.tokens_per_block(*length)
 
   def row_prefixes(self, row: str) -> tuple[str, ...]:
     """Returns prefixes of the names of parameters in a row of `flops_table`.
 
-    `row` is the first word of the row's name. Parameters that are in no row
-    count as if they came before all rows.
+    `row` is the first word of the row's name. Parameters whose names have none
+    of the prefixes of any row count as if they came before all rows.
     """
     if row.startswith('block_'):
       return self.stack.prefixes(int(row.removeprefix('block_')))
@@ -92,16 +93,16 @@ class StackedConfig:
     return ('head', 'norm/') if row == 'head' else (f'{row}/',)
 
   def dense_twin(self):
-    """Returns the same model without any of its parts."""
+    """Returns the config of the same model without any parts."""
     return self.with_parts(routing=None, experts=None, adaptive=None, lora=None)
 
   def with_parts(self, **parts):
-    """Returns the model with parts such as `routing` replaced; None removes."""
+    """Returns the config with parts, such as `routing`, replaced or None."""
     return dataclasses.replace(self, **parts)
 
 
 def check_encoder(mode: Mode) -> None:
-  """Raises UserError if the routing rule is a causal one."""
+  """Raises UserError if the routing rule is the name of a causal rule."""
   rule = mode.routing.rule
   require(
     not isinstance(rule, str) or rule in ('top_k', 'never'),
@@ -121,7 +122,7 @@ def check_no_class_token(routing: RoutingConfig | None) -> None:
 
 
 class StackedOutput:
-  """Base of the outputs of all models; `aux` has the aux of each layer."""
+  """Base of all models' outputs; `aux` has each layer's dictionary by kind."""
 
   @property
   def routing(self) -> tuple[Routing, ...]:

@@ -131,7 +131,6 @@ class ViTConfig(StackedConfig):
 
   @functools.cached_property
   def stack(self) -> StackConfig:
-    """The layers."""
     layers = self._layers(self.block, stochastic_depth=self.stochastic_depth)
     if self.reduction is not None:
       layers = self.reduction.adapt(layers, self.num_tokens, self.num_prefix)
@@ -160,15 +159,14 @@ class ViTConfig(StackedConfig):
     return self.num_prefix + self.num_patches
 
   def build(self, **kwargs) -> 'ViT':
-    """Returns the module; keywords are fields of `Mode`."""
     return ViT(self, Mode(**kwargs))
 
   def dense_twin(self) -> 'ViTConfig':
-    """Returns the same model without any of its parts."""
+    """Returns the config without any parts; see `StackedConfig`."""
     return dataclasses.replace(super().dense_twin(), reduction=None)
 
   def isoflop_twin(self, num_layers: int | None = None) -> 'ViTConfig':
-    """Returns a shallower dense model; by default of about the same FLOPs."""
+    """Returns a dense config of this depth; None for about this one's FLOPs."""
     if num_layers is not None:
       return dataclasses.replace(self.dense_twin(), num_layers=num_layers)
     depths = range(1, self.num_layers + 1)
@@ -176,19 +174,17 @@ class ViTConfig(StackedConfig):
     return min(twins, key=lambda twin: abs(_total(twin) - _total(self)))
 
   def example(self) -> jax.Array:
-    """Returns a minimal input to initialise the model with."""
     return jnp.zeros((1, self.image_size, self.image_size, 3))
 
   def tokens_per_block(self) -> tuple[int, ...]:
-    """Returns how many of an image's tokens each block processes."""
     return self.stack.tokens_per_block(self.num_tokens)
 
   def patches_after(self, depth: int) -> int:
-    """Returns how many patches leave the first `depth` blocks."""
+    """Returns how many patches remain after the first `depth` blocks."""
     return self.stack.lengths(self.num_tokens)[depth] - self.num_prefix
 
   def block_flops(self, layer: int, tokens: int) -> dict[str, int]:
-    """Returns a block's forward FLOPs by part, norms included."""
+    """Returns a block's forward FLOPs by part, for the tokens that reach it."""
     block = self.stack.layers[layer]
     # The second norm is of the tokens that a reduction after attention leaves.
     reached = block.tokens(tokens)
@@ -205,7 +201,7 @@ class ViTConfig(StackedConfig):
     return parts | {'embed': 2 * products}
 
   def head_flops(self, patches: int) -> dict[str, int]:
-    """Returns the FLOPs, by part, of the last norm and the heads."""
+    """Returns the FLOPs of the last norm and the heads for so many patches."""
     heads = 1 + self.has_distillation_head
     heads += patches if self.token_head else 0
     return {
@@ -257,11 +253,11 @@ class ViTOutput(StackedOutput):
 
   @property
   def places(self) -> dict[str, jax.Array]:
-    """Where each of the image's tokens is, by block that reduces tokens.
+    """Where each of the image's tokens is after each block that merges tokens.
 
-    The values are int32 place_BL: the index, among the tokens after the block,
-    of the one that contains the image's token. After the last of these blocks,
-    it is an index into `features_BLD`.
+    The keys are names of blocks, the values int32 place_BL: the index of the
+    token that contains the image's token, among the tokens after the block. The
+    last block's value has indices into `features_BLD`.
     """
     maps = stack_lib.collect(self.aux, 'merged_into')
     traced = routing_lib.trace(maps.values())
@@ -360,7 +356,10 @@ class ViT(nn.Module):
     score_BL: jax.Array | None = None,
     info: TokenInfo | None = None,
   ) -> LayerOutput:
-    """Runs one layer; `info=None` means all tokens of an image, in order."""
+    """Runs one layer; `info=None` means all tokens of an image, in order.
+
+    `score_BL` is `aux['attention']` of the previous layer, if it has any.
+    """
     info = token_info(x_BLD) if info is None else info
     return self.stack.step(layer, x_BLD, info, score_BL)
 
@@ -397,9 +396,10 @@ class ViT(nn.Module):
   def classify(
     self, x_BLD: jax.Array, keep_BN: jax.Array | None = None
   ) -> tuple[jax.Array | None, jax.Array]:
-    """Returns logits_BV, from any number of patches, and the normalised tokens.
+    """Returns logits_BV, or None without a head, and the normalised tokens.
 
-    `keep_BN` is 0 for dropped patches, which are ignored; None ignores none.
+    Any number of patches may remain. `keep_BN` is 0 for patches to ignore; None
+    ignores no patch.
     """
     config = self.config
     x_BLD = self.norm(x_BLD)
@@ -438,9 +438,10 @@ def split_patches(image_BHWC: jax.Array, size: int) -> jax.Array:
 def resize_positions(
   position_LD: jax.Array, prefix: int, grid: int
 ) -> jax.Array:
-  """Resizes position embeddings to another grid: bicubic, with antialiasing.
+  """Resizes position embeddings to `grid` patches a side, bicubically.
 
-  The embeddings of the first `prefix` tokens are not changed.
+  The embeddings of the first `prefix` tokens are not changed. Raises UserError
+  if the others form no square.
   """
   patches = position_LD.shape[0] - prefix
   old_grid = math.isqrt(max(patches, 0))

@@ -77,7 +77,7 @@ def _of_language(name: str) -> property:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VLMConfig(StackedConfig):
-  """A vision tower and a language model; `routing` etc. are the latter's."""
+  """A tower and a language model, from which `routing` and so on are taken."""
 
   # Encodes pictures; has no experts, learners or adapters. Patches that a
   # DynamicViT drops do not reach the language model.
@@ -85,8 +85,8 @@ class VLMConfig(StackedConfig):
   language: LMConfig = LMConfig()  # Reads pictures and text.
   # Token id of the placeholder for a picture, or for each of its patches.
   image_token: config_lib.Count = 0
-  # Which features of the tower are used: an index into the list of the inputs
-  # of all blocks and the last block's output. The class token is left out.
+  # Which features of the tower are used: an index into a list of the inputs of
+  # all blocks, then the last block's output. The class token is left out.
   feature_layer: Annotated[int, config_lib.Range(ge=-256, le=256)] = -2
   # Side of the squares of patches whose mean is one token of the picture.
   pooling: config_lib.Size = 1
@@ -190,12 +190,12 @@ class VLMConfig(StackedConfig):
     return dataclasses.replace(self, language=self.language.with_parts(**parts))
 
   def dense_twin(self) -> 'VLMConfig':
-    """Returns the same model without any of its parts, also in the tower."""
+    """Returns the config without any parts, also without those of the tower."""
     tower = self.tower.dense_twin()
     return dataclasses.replace(super().dense_twin(), tower=tower)
 
   def unrolled(self, variables) -> tuple['VLMConfig', dict[str, Any]]:
-    """Returns config and variables, by collection, with unrolled layers."""
+    """Like `LMConfig.unrolled`, of which only the language model has layers."""
     named = {n: tree.get('language', {}) for n, tree in variables.items()}
     language, named = self.language.unrolled(named)
     return dataclasses.replace(self, language=language), {
@@ -204,11 +204,9 @@ class VLMConfig(StackedConfig):
     }
 
   def build(self, **kwargs) -> 'VLM':
-    """Returns the module; keywords are fields of `Mode`."""
     return VLM(self, Mode(**kwargs))
 
   def example(self) -> jax.Array:
-    """Returns a minimal input to initialise the model with."""
     # Not the placeholder: to initialise, the model itself makes a picture.
     other = (self.image_token + 1) % self.language.vocab_size
     return jnp.full_like(self.language.example(), other)
@@ -223,9 +221,10 @@ class VLMConfig(StackedConfig):
   def flops_table(
     self, length: int, images: int = 1, *, train: bool = False, **kwargs
   ) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, forward FLOPs by part) for a row of tokens with `images`.
+    """Returns (layer, forward FLOPs by part) for a row of tokens.
 
-    `train` is for a pass in training, where a DynamicViT only masks patches.
+    `length` includes the tokens of its `images` pictures. With `train`, counts
+    a pass in training, where a DynamicViT only masks the patches it drops.
     """
     tower = self.tower
     if train and isinstance(tower, DynamicViTConfig):
@@ -255,7 +254,7 @@ class VLMConfig(StackedConfig):
 
 
 class Projector(nn.Module):
-  """Maps x_BND to another width: linear, exact GELU, linear."""
+  """Maps x_BND to the width `width`: linear map, exact GELU, linear map."""
 
   width: int
   dtype: str = dataclasses.field(default='float32', kw_only=True)
@@ -280,8 +279,9 @@ class VLMOutput(LMOutput):
   """The output of the language model, and which patches the tower keeps.
 
   Attributes:
-    keep_STN: for T pictures, the patches that each of S stages of a DynamicViT
-      keeps, as in `DynamicViTOutput`; None unless dropped patches are masked.
+    keep_STN: 1 for the patches of T pictures that are kept after each of S
+      stages, as in `DynamicViTOutput.keep_SBN`; None unless the tower is a
+      DynamicViT that only masks the patches it drops.
   """
 
   keep_STN: jax.Array | None = None
@@ -385,8 +385,8 @@ class VLM(nn.Module):
 def check_images(config: VLMConfig, tokens_BL, images_BIHWC, valid_BL):
   """Raises UserError for pictures that do not fit the tokens.
 
-  Numbers of placeholders are checked outside of `jax.jit` only, since traced
-  values are unknown.
+  Numbers of placeholders are checked only outside of `jax.jit`, where the
+  values of tokens are known.
   """
   size, count = config.image_size, 0
   if images_BIHWC is not None:
@@ -445,7 +445,7 @@ class Placed:
 
   @property
   def inputs(self):
-    """Positional and keyword arguments for the model."""
+    """(args, kwargs) for a call of the `VLM`."""
     return (self.tokens_BL, self.images_BIHWC), {
       'kind_BL': self.kind_BL,
       'valid_BL': self.valid_BL,
@@ -462,20 +462,20 @@ def place_images(
   count: int | None = None,
   side: str = 'right',
 ) -> Placed:
-  """Replaces each picture's placeholder by one placeholder for each patch.
+  """Replaces each picture's placeholder by `config.num_patches` placeholders.
 
   All rows are padded to the length of `count` pictures and `text` other tokens.
 
   Args:
     config: config of the model.
-    rows: token ids, with `config.image_token` for each picture.
+    rows: token ids of each row, with one `config.image_token` for each picture.
     images: the pictures of each row, first to last, [H, W, 3] as the tower
       takes them.
     kinds: index into `token_info.KINDS` of each token of `rows`; None for
       `question`.
-    text: number of tokens besides pictures for which there is room; None for
-      the most in any row.
-    count: number of pictures for which there is room; None for the most.
+    text: number of tokens besides pictures for which a row has room; None for
+      the largest number in any row.
+    count: number of pictures for which a row has room; None, likewise.
     side: side of the padding, 'left' or 'right'.
 
   Raises:

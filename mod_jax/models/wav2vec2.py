@@ -52,8 +52,8 @@ class Wav2Vec2Config(StackedConfig):
   mlp_dim: config_lib.Size = 3072  # Hidden width of the MLPs (F).
   # Channels of the convolutions over the waveform.
   conv_dims: tuple[config_lib.Size, ...] = (512,) * 7
-  # Kernel sizes of these convolutions: that of the first in samples, that of
-  # each other in frames of the convolution before it.
+  # Kernel sizes of these convolutions. The first counts samples; each later one
+  # counts outputs of the convolution before it.
   conv_kernels: tuple[config_lib.Size, ...] = (10, 3, 3, 3, 3, 2, 2)
   # Strides of these convolutions, in the same units.
   conv_strides: tuple[config_lib.Size, ...] = (5, 2, 2, 2, 2, 2, 2)
@@ -87,7 +87,6 @@ class Wav2Vec2Config(StackedConfig):
 
   @functools.cached_property
   def stack(self) -> StackConfig:
-    """The layers."""
     block = BlockConfig(
       attention=AttentionConfig.of_encoder(self.width, self.num_heads),
       mlp=MLPConfig(
@@ -116,7 +115,10 @@ class Wav2Vec2Config(StackedConfig):
     return self._lengths(frames)[0]
 
   def _lengths(self, frames: int) -> list[int]:
-    """Returns the least lengths before, between and after the convolutions."""
+    """Returns the least numbers of samples, then of each convolution's outputs.
+
+    The last convolution's outputs are the given number of frames.
+    """
     lengths = [frames]
     for kernel, stride in zip(
       self.conv_kernels[::-1], self.conv_strides[::-1], strict=True
@@ -125,15 +127,13 @@ class Wav2Vec2Config(StackedConfig):
     return lengths
 
   def build(self, **kwargs) -> 'Wav2Vec2':
-    """Returns the module; keywords are fields of `Mode`."""
     return Wav2Vec2(self, Mode(**kwargs))
 
   def example(self) -> jax.Array:
-    """Returns a minimal input to initialise the model with."""
     return jnp.zeros((1, self.samples(2)))
 
   def flops_table(self, length: int) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, forward FLOPs by part) for a number of frames.
+    """Returns (layer, forward FLOPs by part) for `length` frames.
 
     Only the samples that these frames need are counted.
     """
@@ -176,7 +176,8 @@ class Wav2Vec2Output(StackedOutput):
 
   Attributes:
     logits_BLV: float32 logits of the characters and the blank, for each frame.
-    features_BLD: the frames after the last layer and, if pre-norm, its norm.
+    features_BLD: the frames after the last layer and, in the variant `layer`,
+      after the norm that follows it.
     aux: aux of each layer, by kind; see `stack.collect`.
   """
 
@@ -189,8 +190,8 @@ class Wav2Vec2(nn.Module):
   """Maps recordings to logits of characters, about 50 frames a second.
 
   In the variant `layer`, padding that is masked does not change a row's logits.
-  In `group` it does: the first norm is over all frames, padding included, as in
-  the published models.
+  In `group` it does, as in the published models: the first norm is over all
+  frames, padding included.
 
   Rng streams: `params`; `routing` for Gaussian scores; `gumbel` to sample
   choices of learners.
@@ -298,18 +299,18 @@ class Wav2Vec2(nn.Module):
 
 
 class _ChannelNorm(nn.Module):
-  """Norm of each channel over time, after the convolution of a waveform.
+  """Normalises each channel of a convolved waveform over time.
 
-  The convolution's output is much larger than the waveform, and linear in its
-  windows. Mean and variance are computed from the mean and covariance of the
-  windows, without another pass over the output.
+  The convolution's output is much larger than the waveform, and is a linear
+  function of the waveform's windows. Hence the channels' means and variances
+  follow from the windows' mean and covariance, without a pass over the output.
   """
 
   epsilon: float
 
   @nn.compact
   def __call__(self, x_BLC, wave_BT, kernel_KC, stride):
-    """Returns the normed x_BLC, the convolution of wave_BT without a bias."""
+    """Returns x_BLC normalised; it is wave_BT convolved, without a bias."""
     (length, channels), taps = x_BLC.shape[1:], len(kernel_KC)
     scale_C = self.param('scale', nn.initializers.ones, (channels,))
     bias_C = self.param('bias', nn.initializers.zeros, (channels,))
@@ -331,7 +332,7 @@ class _ChannelNorm(nn.Module):
 
 
 def _conv_of_rows(x_BLD, kernel, *args, **kwargs):
-  """Runs `jax.lax.conv_general_dilated` with each device on its own rows.
+  """Like `jax.lax.conv_general_dilated`; each device convolves its own rows.
 
   If the compiler (XLA of jax 0.11.2) shards a grouped convolution, its kernel's
   gradient is wrong on a mesh of which only some axes split the rows.

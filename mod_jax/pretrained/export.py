@@ -70,17 +70,17 @@ def export(
 
   * `safetensors` is mod_jax's own format. It holds any model, and is the only
     one for models of speech; `load` reads it.
-  * `huggingface` is read by `transformers`, as ViTForImageClassification, as a
-    DeiT if the model has a distillation token, as DetrForObjectDetection, or as
+  * `huggingface` is read by `transformers`, as a ViT or, with a distillation
+    token, a DeiT for classification, as CLIPVisionModel, DETR or LLaVA, or as
     the equivalent language model of `convert.lm.FAMILIES`. Dense models only.
-  * `timm` is read by `timm.create_model('local-dir:FOLDER')`. Dense vision
-    models only.
+  * `timm` is read by `timm.create_model('local-dir:FOLDER')`. Dense ViTs and
+    DeiTs only.
   * `peft` is read by PEFT, and by `load`: the adapters of a dense model,
     without the model that they belong to.
 
-  In the other formats, adapters are merged into the weights (`models.lora`).
-  Absolute paths in the run's config, such as that of its data, are reduced to
-  their last part.
+  All formats but `peft` merge adapters into the weights (`models.lora`).
+  `safetensors` includes the config of the run, with absolute paths, such as the
+  path of its data, reduced to their last part.
 
   Args:
     run: the model, as `load` returns it.
@@ -90,7 +90,8 @@ def export(
     dense: whether to export a routed or pruned model as the dense model with
       the same weights (with `peft`, its adapters), although that computes
       something else. Impossible for learners and experts, which have no dense
-      weights. Routers of a language model are written to `routers.safetensors`.
+      weights. Routers of a language model, and with `peft` of any model, are
+      written to `routers.safetensors`.
 
   Raises:
     UserError: the format cannot represent the model; or the folder cannot be
@@ -220,7 +221,7 @@ def _ours(run, folder):
 
 
 def _tokenizer(run, folder) -> str | None:
-  """Copies the tokenizer, if the model has one; returns its kind."""
+  """Copies a model's tokenizer to `folder`; returns its kind, None if none."""
   if run.task is None:
     return None
   kind, source = run.task.modality.tokenizer_source
@@ -262,7 +263,7 @@ def _config(instance) -> dict[str, Any]:
 
 
 def _local(value):
-  """Returns JSON with absolute paths reduced to their last part."""
+  """Returns a JSON value with absolute paths reduced to their last part."""
   if isinstance(value, dict):
     return {name: _local(x) for name, x in value.items()}
   if isinstance(value, list):
@@ -308,7 +309,7 @@ def _language(run, folder):
 
 
 def _declare(run, folder) -> None:
-  """Names a class with which transformers uses the tokenizer unchanged.
+  """Writes the name of a class by which transformers takes the tokenizer as is.
 
   Does nothing if a class is named already. Without a name, transformers takes
   the class of the model's architecture, which splits texts by its own rules.
@@ -446,13 +447,13 @@ def _square(side: int) -> dict[str, int]:
 
 
 def _ratio(hidden: int, width: int) -> float:
-  """Returns the ratio for which timm's `int(width * ratio)` is `hidden`."""
+  """Returns `mlp_ratio` for which timm's `int(width * ratio)` is `hidden`."""
   ratio = hidden / width
   return ratio if int(width * ratio) == hidden else math.nextafter(ratio, 99)
 
 
 def _crop_pct(reads) -> float:
-  """Returns the fraction for which timm, rounding down, resizes as we do."""
+  """Returns `crop_pct` for which timm, rounding down, resizes as we do."""
   side = round(reads.image_size / reads.crop_fraction)
   fraction = reads.image_size / side
   exact = math.floor(reads.image_size / fraction) == side

@@ -1,4 +1,4 @@
-"""A model with its weights, ready for use; loads runs and pretrained models.
+"""`load` returns a `Run`: a model with its weights, ready for use.
 
 Which formats can be read is decided in `source`, and in `convert.files` for
 files of arrays.
@@ -83,7 +83,7 @@ class Detected(NamedTuple):
   Attributes:
     name: name of the object's class.
     score: probability of the class.
-    box: left, top, right and bottom in pixels of the picture.
+    box: (left, top, right, bottom) in pixels of the picture.
   """
 
   name: str
@@ -99,21 +99,22 @@ class Run:
     config: the model's config.
     variables: the model's variables: `params` and any other collections.
     experiment: config of the run that trained the model, or one that only says
-      how a pretrained model reads text or speech; None for pretrained vision
-      models.
-    preprocess: turns pictures into a vision model's input, as in evaluation;
-      None for a language model.
+      how a published model reads text or speech; None for published models of
+      pictures alone, and for a LLaVA without a tokenizer.
+    preprocess: turns pictures into the model's input, as in evaluation; None
+      for a model that takes no pictures.
     classes: names of a vision model's classes; None if unknown.
     multi_label: whether a picture may have any number of classes, so that each
       class has its own probability.
-    task: the task of `experiment`; None if there is none.
-    origin: Hugging Face directory of a language model, or of the model that
-      the adapters belong to; else None. It may have been deleted.
+    task: the task of `experiment`; None if `experiment` is None.
+    origin: Hugging Face directory of a language or vision-language model, or of
+      the model that PEFT's adapters belong to; else None. The directory may
+      have been deleted.
     base: path of the weights that a model's adapters belong to, or that its run
-      has frozen; None if there are none.
-    foreign: whether the weights are those of a pretrained language model, not
-      trained further by mod_jax: prompts then begin with the special tokens of
-      its tokenizer.
+      has frozen; None if there are no such weights.
+    foreign: whether the weights are those of a published model of text or
+      speech that mod_jax has not trained further. Prompts then begin with the
+      special tokens of the model's tokenizer.
   """
 
   config: Any
@@ -146,7 +147,8 @@ class Run:
   def apply(self, *args, **kwargs):
     """Returns the compiled model's output; arguments are those of the module.
 
-    Random routing scores need `rngs={'routing': key}`.
+    A model with random routing scores needs `rngs={'routing': key}`. Raises
+    UserError if a positional argument is neither arrays nor numbers.
     """
     for x in jax.tree.leaves(args):
       if not isinstance(x, int | float) and not hasattr(x, 'dtype'):
@@ -159,14 +161,14 @@ class Run:
 
   @property
   def tokenizer(self):
-    """The language model's tokenizer; None if it has none."""
+    """Tokenizer of a language or vision-language model, if known; else None."""
     reads = isinstance(self.config, LMConfig | VLMConfig)
     if reads and self.task is not None:
       return self.task.modality.tokenizer
     return None
 
   def encode(self, text: str) -> list[int]:
-    """Returns the tokens of a text that the language model is to continue."""
+    """Returns a prompt's tokens; UserError if the model has no tokenizer."""
     tokenizer = self.tokenizer or self._asked.modality.tokenizer
     how = tokenizer.encode_prompt if self.foreign else tokenizer.encode
     return how(text)
@@ -189,8 +191,8 @@ class Run:
   ) -> list:
     """Classifies pictures, finds objects, continues texts, or transcribes.
 
-    A setting that does not apply to the kind of model raises an error; None
-    means the default.
+    For each setting, None means the default. A setting that the kind of model
+    does not have raises an error if it is not None.
 
     Args:
       inputs: one input or a list of them: paths of pictures, Pillow images or
@@ -200,19 +202,20 @@ class Run:
         recordings.
       top: classification: number of classes to return; 5 by default.
       least: detection: least score of an object; .5 by default.
-      max_new_tokens: text: most tokens to add; by default as many as fit
-        `default_length` or, after a longer prompt, `max_length`; 64 in answers
-        about pictures.
+      max_new_tokens: text: most tokens to add. By default, a text may grow to
+        `Run.default_length` tokens or, if its prompt is longer than that, to
+        `Run.max_length`; an answer about pictures may have 64 tokens.
       temperature: sampling: 0, the default, takes the likeliest token.
       top_k: sampling: takes one of the k likeliest tokens; 0, the default,
         means all tokens.
-      top_p: sampling: takes one of the likeliest tokens that have this total
-        probability; by default 1, all tokens.
-      min_p: sampling: takes a token of at least this share of the likeliest
-        one's probability; by default 0, all tokens.
-      mode: how routed blocks choose tokens, such as `threshold`; by default the
-        first causal rule that the model was trained for.
-      max_length: number of tokens that the caches hold.
+      top_p: sampling: takes one of the fewest likeliest tokens whose total
+        probability reaches this; 1, the default, means all tokens.
+      min_p: sampling: takes a token whose probability is at least this share of
+        the likeliest token's; 0, the default, means all tokens.
+      mode: name of the rule by which routed blocks choose tokens, such as
+        `threshold`, or a `RoutingMode`; by default the first causal rule that
+        the model was trained for.
+      max_length: number of tokens, prompt included, that the caches hold.
       draft: speculative decoding: proposes tokens, which the model verifies.
       key: random key, for a temperature above 0.
 
@@ -257,14 +260,14 @@ class Run:
     return predict(inputs, **given)
 
   def _listed(self, inputs) -> list:
-    """Returns one input, or several, as a list."""
+    """Returns a list of the inputs, which may be a single input or several."""
     single = not isinstance(inputs, Sequence) or isinstance(inputs, str)
     single |= isinstance(self.config, VLMConfig) and isinstance(inputs, tuple)
     return [inputs] if single else list(inputs)
 
   @property
   def _asked(self):
-    """The task of a model that reads text; UserError without a tokenizer."""
+    """`task`, if it is known; else UserError: the model has no tokenizer."""
     if self.task is None:
       raise UserError(
         'there is no tokenizer.json beside the weights of this model: fetch it,'
@@ -279,7 +282,7 @@ class Run:
     )
 
   def _prepared(self, asked) -> tuple[list, list[str]]:
-    """Returns the preprocessed pictures of each question, and the questions."""
+    """Returns the preprocessed pictures and the text of each question."""
     for question in asked:
       if not (
         isinstance(question, tuple)
@@ -370,7 +373,7 @@ class Run:
     max_new_tokens: int | None = None,
     **settings,
   ) -> str | Iterator[str]:
-    """Answers a chat, through the chat template beside the model's tokenizer.
+    """Answers a chat, with the chat template beside the model's tokenizer.
 
         run.chat([{'role': 'user', 'content': 'Name three rivers.'}])
 
@@ -388,13 +391,14 @@ class Run:
         as soon as it is known.
       max_new_tokens: most tokens of the answer; by default 256, or as many as
         fit.
-      **settings: those of `serving.engine.Engine.submit`: temperature (0 by
-        default), top_k, top_p, min_p, stop, seed.
+      **settings: those of `serving.engine.Engine.submit`, such as temperature
+        (0 by default), top_k, top_p, min_p, stop, seed and schema.
 
     Raises:
-      UserError: the model has no chat template, or the messages do not fit it,
-        or are longer than its longest input; a setting is out of range; or the
-        answer ends early, by a broken tokenizer or too complex a schema.
+      UserError: the model has no chat template; the messages do not fit the
+        template, or are longer than the model's longest input; a setting is out
+        of range; or, possibly only from the iterator, the answer ends early
+        because the tokenizer is broken or the schema too complex.
     """
     if not isinstance(self.config, LMConfig | VLMConfig):
       raise UserError('chat: this is no language model: use run.predict.')
@@ -426,8 +430,8 @@ class Run:
   ) -> dict[str, float]:
     """Returns held-out metrics, such as `loss` and `accuracy`.
 
-    For a routed language model there is one set per routing rule, such as
-    `top_k/loss`.
+    A routed language model has each metric once for each routing rule, under
+    names such as `top_k/loss`.
 
     Args:
       data: data to evaluate on, read with the model's own preprocessing,
@@ -435,8 +439,8 @@ class Run:
       batches: number of batches; 0 for all held-out data.
 
     Raises:
-      UserError: the model has no data and none are given, or the data cannot be
-        read or do not fit the model.
+      UserError: `data` is None and the model was not trained by mod_jax; or the
+        data cannot be read or do not fit the model.
     """
     on = self._placed('evaluate', data)
     with jax.set_mesh(on.mesh):
@@ -464,7 +468,7 @@ class Run:
       return run(on.params, on.model_state, on.mesh)
 
   def _placed(self, what: str, data) -> evaluation.Trained:
-    """Returns the model on its devices, with a task that reads the data."""
+    """Returns the weights, on a mesh, and a task that reads the data."""
     task, example = self.task, _DATA.get(type(self.config), _DATA[None])
     if data is not None:
       if (wanted := example.partition('(')[0]) != type(data).__name__:
@@ -514,7 +518,11 @@ class Run:
     return min(self.max_length, _LENGTH) if self.foreign else self.max_length
 
   def reading_as_trained(self, data):
-    """Returns a config of data with the model's preprocessing or tokenizer."""
+    """Returns `data`, a config, with the model's preprocessing or tokenizer.
+
+    Speech gets the model's sampling rate. Raises UserError if `data` is a
+    corpus that was prepared with another tokenizer.
+    """
     if isinstance(self.config, Wav2Vec2Config):
       return dataclasses.replace(data, rate=self.experiment.data.rate)
     if self.preprocess is not None:
@@ -530,7 +538,10 @@ class Run:
     return dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
 
   def _check_classes(self, theirs: Sequence[str]) -> None:
-    """Raises UserError if classes have another order; warns of other names."""
+    """Compares `theirs`, the data's class names, with the model's.
+
+    Raises UserError if only the order differs, and else warns of differences.
+    """
     pairs = enumerate(zip(theirs, self.classes, strict=False))
     different = [(i, a, b) for i, (a, b) in pairs if a != b]
     if not different:
@@ -590,7 +601,7 @@ class Run:
     ]
 
   def classify(self, images_BHWC, *, top: int = 5) -> list[dict[str, float]]:
-    """Classifies pictures that `preprocess` has prepared; see `predict`."""
+    """Like `predict`, for pictures that `preprocess` has already prepared."""
     if top < 1:
       raise UserError(f'top={top}: expected at least 1.')
     if not self.config.dense_twin().num_classes:
@@ -634,19 +645,20 @@ def load(
       Face folder with a language model of `convert.lm.FAMILIES`, a LLaVA, a
       CLIP, a DETR or a Wav2Vec2; a GGUF file of llama.cpp; a folder of PEFT
       with adapters of a language model or of a vision transformer; or a
-      pretrained vision transformer, either a folder from Hugging Face or timm
-      or a file that `convert.vit.load` reads.
+      published vision transformer, either a folder from Hugging Face or timm or
+      a file that `convert.vit.load` reads.
     step: step of a run's checkpoint, or 'best' for the checkpoint that
       `checkpoint.best` has kept; None for the newest.
-    dtype: `float32` or `bfloat16`, in which the model computes and its matrices
-      are kept; routers, norms and biases stay float32. `int8`, for a language
-      model that is not trained any further, keeps the matrices of its blocks
-      and of its head in int8, see `layers.quantized`. None keeps all weights in
-      float32. With `int8` and None, the model computes in its config's dtype.
+    dtype: `float32` or `bfloat16`: the model computes and keeps its matrices in
+      this type; routers, predictors, norms and biases stay float32. `int8` is
+      for a language model that is not trained any further: the matrices listed
+      by `models.lm.matrices` are kept in int8, see `layers.quantized`. None
+      keeps all weights in float32. With `int8` and None, the model computes in
+      its config's dtype.
     trust: modules to import first, such as `['package.module']`, whose classes
       the config may name.
-    base: path of the model that adapters belong to, if `path` has adapters or a
-      run that trained only adapters; None for the path that these name.
+    base: path of the weights that the adapters at `path` belong to, or that the
+      run at `path` has frozen; None for the path that their config names.
     **known: fields of `ViTConfig` that cannot be derived from the file of a
       pretrained vision transformer; see `convert.vit.derive`.
 
@@ -707,7 +719,7 @@ def require_floats(run: Run) -> None:
 
 
 def _computing_in(config, dtype: str):
-  """Returns the config of the same model with another compute dtype."""
+  """Returns the config with another compute dtype, also for nested models."""
   if isinstance(config, DynamicViTConfig):
     backbone = _computing_in(config.backbone, dtype)
     return dataclasses.replace(config, backbone=backbone)
@@ -719,7 +731,7 @@ def _computing_in(config, dtype: str):
 
 
 def about(path: str | os.PathLike) -> Run:
-  """Returns the `Run` of `load` without variables.
+  """Returns the `Run` that `load` would return, but with empty `variables`.
 
   Weights are read only if the config is derived from them.
   """

@@ -62,8 +62,8 @@ def route(
   """Returns a routed model with the weights of a dense one.
 
   Added parameters (routers, prediction heads, learners) are newly initialised,
-  so that the model should be trained before use: export it, and give that
-  folder as `init` of a run. A-MoD, ToMe and EViT add no parameters.
+  so train the model before use: export it, and give that folder as `init` of a
+  run. A-MoD, ToMe and EViT add no parameters.
 
   Args:
     pretrained: the dense model, or a path as `load` takes it.
@@ -83,8 +83,8 @@ def route(
       `MoDConfig`, `DynamicViTConfig`, `ToMe`, `EViT`, `AdaptiveConfig`.
 
   Raises:
-    UserError: the model is not dense, does not support the method, or a field
-      is wrong.
+    UserError: the model is not dense, has adapters or int8 weights, or does not
+      support the method; or a field is wrong.
   """
   run = pretrained if isinstance(pretrained, Run) else load(pretrained)
   require_floats(run)
@@ -187,7 +187,7 @@ def _evit(config, fields):
 
 
 def _completed(config, of, source, key):
-  """Returns a model's variables: those of the dense model, and new ones."""
+  """Returns variables of `config`: `source`, those of `of`, and new ones."""
   if protocol.shapes(config) == protocol.shapes(of):
     return source
   keys = dict(zip(('params', 'routing'), jax.random.split(key), strict=True))

@@ -1,9 +1,9 @@
 """Finds out what a path contains: a run, an export or a pretrained model.
 
-A run is recognised by `workdir.holds_run`. Another format is a subclass of
-`Source` and a branch in `Source.open`. Modules of `tasks` import this module as
-a whole, without names from it: it imports `ExperimentConfig` and with that all
-of `tasks`, so that the import is circular.
+To add a format, write a subclass of `Source` and a branch in `Source.open`.
+This module and the modules of `tasks` import each other, since
+`ExperimentConfig` is in `tasks`. Hence those modules import this one as a
+whole, and no names from it.
 """
 
 import abc
@@ -74,9 +74,9 @@ _CLIP = {
 
 
 class Source(abc.ABC):
-  """A model at a path; `Source.open` returns the subclass for its kind.
+  """A model at a path; `Source.open` returns an instance of a subclass.
 
-  Files are read when an attribute is first used.
+  Most files are read when an attribute is first used.
 
   Attributes:
     path: the directory, or the file of a pretrained vision model's weights.
@@ -84,18 +84,9 @@ class Source(abc.ABC):
       a GGUF file; `vision`, weights in any `convert.vit.Naming`, or a CLIP
       tower; `peft`, adapters of PEFT; `vlm`, a LLaVA; `detector`, a DETR;
       `speech`, a Wav2Vec2.
-    base: path of the weights that a run has frozen, or that adapters belong to;
-      None if all weights are at `path`.
-    config: config of the model.
-    experiment: config of the run that trained the model, or one that only says
-      how a pretrained model reads text or speech; None for pretrained vision
-      models.
-    preprocess: turns images into input; None for a language model.
-    classes: names of a vision model's classes; None if unknown.
-    multi_label: whether a picture may have any number of classes.
-    tokenizer: kind of the tokenizer in an exported folder.
-    foreign: whether a model was published by others and not trained further; a
-      language model's prompts then begin with its tokenizer's special tokens.
+    tokenizer: kind of the tokenizer in an exported folder; None otherwise.
+    base, config, experiment, preprocess, classes, multi_label, foreign: as in
+      `load.Run`.
   """
 
   kind: ClassVar[
@@ -119,13 +110,15 @@ class Source(abc.ABC):
   def open(
     path: str | os.PathLike, *, base: str | None = None, **fields
   ) -> 'Source':
-    """Returns the source for a path, without reading weights.
+    """Returns the source for a path.
+
+    Reads no weights, except adapters of PEFT and a vision transformer that they
+    belong to. Writes a GGUF file's config and tokenizer to a cache directory.
 
     Args:
       path: path of a run, an export, a folder of Hugging Face, timm or PEFT, or
         a file.
-      base: path of the model that adapters at `path` belong to; None for the
-        path that their config names.
+      base: as for `load.load`.
       **fields: fields of the config of a pretrained vision model that its file
         may lack; see `convert.vit.derive`.
 
@@ -160,7 +153,7 @@ class Source(abc.ABC):
 
   @staticmethod
   def of_init(init: str, base: str | None = None) -> 'Source':
-    """Returns the source for the `init` of a config."""
+    """Like `open`, for the field `init` of an `ExperimentConfig`."""
     return Source.open(workdir_lib.find(init), base=base)
 
   @property
@@ -175,13 +168,16 @@ class Source(abc.ABC):
 
   @abc.abstractmethod
   def read(self) -> dict[str, Any]:
-    """Returns the variables by collection, where possible read lazily.
+    """Returns the variables by collection, some as `files.Lazy` arrays.
 
-    For a run, parameters that it has frozen are left out if they are at `base`.
+    Parameters that a run has frozen, and that are at `base`, are left out.
     """
 
   def at(self, step: best_lib.Step) -> 'Source':
-    """Returns the model as it was at a step; None is the newest checkpoint."""
+    """Makes `read` restore a run's checkpoint of this step; returns self.
+
+    None is the newest checkpoint, and the only `step` of all other sources.
+    """
     if step is not None:
       raise UserError(
         f'step={step!r}: {self.path} is no run with checkpoints; leave it out.'
@@ -190,11 +186,11 @@ class Source(abc.ABC):
 
 
 class _Run(Source):
-  """A run.
+  """A directory in which mod_jax has trained a model.
 
   Attributes:
     checkpoint: the checkpoint that `read` has restored, without its arrays;
-      None before.
+      None until `read` is called.
   """
 
   kind = 'run'
@@ -239,9 +235,9 @@ class _Run(Source):
     return tuple(names)
 
   def read(self):
-    """Returns the variables for evaluation from one checkpoint.
+    """Returns the variables of one checkpoint, for evaluation.
 
-    The parameters are moving averages, if the run keeps any. Nothing is
+    The parameters are moving averages, if the run keeps any. No file is
     written, since the run may still be training.
     """
     params = 'ema' if self.experiment.train.ema_decay else 'params'
@@ -266,7 +262,7 @@ class _Run(Source):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fields:
-  """The fields of `FOLDER`, except the preprocessing of images."""
+  """Fields of an export's JSON file `FOLDER`, all but `preprocess`."""
 
   model: ModelConfig
   experiment: ExperimentConfig | None = None
@@ -355,7 +351,7 @@ class _Peft(Source):
 
 
 class _Published(Source):
-  """A published model; `format` is the module of `convert` that reads it."""
+  """A published model, read by `format`, a module such as `convert.lm`."""
 
   format: ClassVar[Any]
 
@@ -368,7 +364,7 @@ class _Published(Source):
     return arrays_lib.complete(weights, self.config)
 
   def _reads(self, data):
-    """Returns an experiment that only says how the model reads its input."""
+    """Returns an `experiment` that only says how the model reads `data`."""
     path = os.fspath(self.path)
     return ExperimentConfig(model=self.config, data=data, init=path)
 
@@ -400,7 +396,10 @@ class _Language(_Published):
     )
 
   def read(self, model: LMConfig | None = None):
-    """Returns the weights, stacked if `model` is given and scans its layers."""
+    """Returns the parameters, arranged for `model`; None means `config`.
+
+    If `model` scans its layers, their parameters are stacked.
+    """
     params = convert_lm.read(self.path, model or self.config, self._stored())
     return {'params': trees.unflatten(params)}
 
@@ -409,7 +408,10 @@ class _Language(_Published):
 
 
 class _Gguf(_Language):
-  """A GGUF file; `path` is a directory with its config and its tokenizer."""
+  """Source of the weights in a GGUF file.
+
+  `path` is the directory of the config and tokenizer unpacked from that file.
+  """
 
   def __init__(self, file):
     super().__init__(gguf.unpack(file))
@@ -443,10 +445,11 @@ class _Speech(_Published):
 
 
 class _Pictures(_Published):
-  """A pretrained model of images; files may describe the preprocessing.
+  """A published model of images; files beside it may tell the preprocessing.
 
   Attributes:
-    usual: name of some models, and their preprocessing, which is the default.
+    usual: name of a kind of models, for messages, and the fields of
+      `Preprocess` that are assumed where no file tells them.
   """
 
   usual = 'ImageNet', _IMAGENET
@@ -520,7 +523,7 @@ class _Vision(_Pictures):
 
 
 class _OfCLIP(_Pictures):
-  """A folder of Hugging Face with CLIP's tower, alone or in a larger model."""
+  """A folder of Hugging Face that contains CLIP's vision tower."""
 
   usual = 'CLIP', _CLIP
 
@@ -529,13 +532,15 @@ class _OfCLIP(_Pictures):
     return beside.read(self.path / 'config.json')
 
   def read(self):
-    # Does not call `complete` as the base class does: no parameter is missing,
-    # and that would read all arrays of a large LLaVA at once.
+    # Unlike the base class, do not call `complete`: no parameter is missing,
+    # and `complete` would read all arrays of a large LLaVA at once.
     params = self.format.read(self.path, self.config)
     return {'params': trees.unflatten(params)}
 
 
 class Tower(_OfCLIP):
+  """CLIP's vision tower without a language model."""
+
   kind = 'vision'
   format = convert_clip
 
@@ -570,7 +575,7 @@ class _Detector(_Published):
 
   @property
   def classes(self):
-    """Names of the classes by number; '' where the folder has no name."""
+    """Names of the classes, by number; '' for a number without a name."""
     told = files.config_json(self.path).get('id2label')
     told = told if isinstance(told, dict) else {}
     count = self.config.num_classes
@@ -602,7 +607,7 @@ _PUBLISHED = {
 
 
 def _published(folder: pathlib.Path) -> type[_Published] | None:
-  """Returns the source for a folder of Hugging Face; None for other paths."""
+  """Returns the subclass for a folder of Hugging Face; None for other paths."""
   fields = files.config_json(folder)
   # `_Language` raises an error that names the family, if it is not supported.
   if 'ForCausalLM' in str(fields.get('architectures')):
