@@ -72,7 +72,7 @@ class Entry:
     return x.reshape(len(x), -1).T
 
   def to_ours(self, x, shape: tuple[int, ...]):
-    """Returns a list of our arrays, of this shape, for the other library's."""
+    """Converts the other library's array to a list of ours, all of `shape`."""
     parts = np.split(x, len(self.ours))
     if self.ours[0].endswith('kernel'):
       # Kernels of 2-D convolutions, of 1-D convolutions, and of linear maps.

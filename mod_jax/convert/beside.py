@@ -119,9 +119,9 @@ def of_processor(folder, kind: str = 'image_processor') -> dict[str, Any]:
 
 
 def of_detector(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns fields of a `DetectionPreprocess`; warns of what it cannot follow.
+  """Returns the fields of a `DetectionPreprocess`; the defaults are DETR's.
 
-  Settings that the folder lacks have DETR's defaults.
+  Logs a warning about settings in the folder that are not supported.
   """
   fields = of_processor(folder)
   size = fields.pop('size', None)

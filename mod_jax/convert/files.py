@@ -51,7 +51,7 @@ SHARD = 5 * 10**9  # Maximum bytes per file of weights, as in Hugging Face.
 def find(path: str | os.PathLike) -> pathlib.Path:
   """Returns `path` if it is a file, or the file of weights in a directory.
 
-  Raises UserError if there is no file, or it has a suffix that is not read.
+  Raises UserError if there is no such file, or its suffix is not supported.
   """
   path = pathlib.Path(path).expanduser()
   if path.is_dir():

@@ -105,7 +105,7 @@ def _from_fields(fields: Mapping[str, Any], where: str) -> VLMConfig:
 
 
 def max_length(folder: str | os.PathLike) -> int:
-  """Returns the longest input in tokens, which is in a model's `config.json`."""
+  """Returns the longest input in tokens, as a folder's `config.json` has it."""
   where = f'{folder}/config.json'
   text = _LLAMA | clip.part(files.config_json(folder), 'text_config', where)
   return convert_lm.length_of(text, f'{where}: text_config')

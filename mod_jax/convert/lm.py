@@ -441,7 +441,7 @@ def fields_of(
 
 
 def max_length(path: str | os.PathLike) -> int:
-  """Returns the longest input in tokens, which is in a model's `config.json`."""
+  """Returns the longest input in tokens, as a folder's `config.json` has it."""
   return length_of(files.config_json(path), f'{path}/config.json')
 
 

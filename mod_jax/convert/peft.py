@@ -69,7 +69,7 @@ def base_of(folder: str | os.PathLike) -> str:
 
 
 def derive(folder: str | os.PathLike, base):
-  """Returns `base`, a model's config, with a folder's adapters and classes.
+  """Returns the config `base` with the adapters and the head in a folder.
 
   Raises:
     UserError: the adapters are not supported, or belong to another model.
@@ -131,7 +131,7 @@ def _entries(config) -> tuple[Entry, ...]:
 
 
 def _module(entry: Entry) -> str:
-  """Returns our name of the linear map that an entry has the kernel of."""
+  """Returns our name of the linear map whose kernel is in an entry."""
   return entry.ours[0].removesuffix('/kernel')
 
 
@@ -159,7 +159,7 @@ def read(folder: str | os.PathLike, config) -> dict[str, np.ndarray]:
   """Returns our parameters in a folder by name: adapters, and any heads.
 
   Raises:
-    UserError: the arrays do not fit `config`; the message lists how.
+    UserError: the arrays do not fit `config`; the message lists why.
   """
   shapes = arrays_lib.shapes_of(config)
   arrays, expected, ours = _arrays(folder, config), {}, {}

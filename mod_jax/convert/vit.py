@@ -248,7 +248,7 @@ class _File:
     return None if rank and getattr(array, 'ndim', 0) != rank else array
 
   def numbers(self, module: str) -> set[int]:
-    """Returns the numbers of blocks, or heads, with our module `module`."""
+    """Returns the numbers in place of `{}` in the file's names of `module`."""
     prefix = self.library.table.get(module, '{}').partition('{}')[0]
     pattern = re.compile(re.escape(prefix) + r'(\d+)\.')
     return {int(m[1]) for m in map(pattern.match, self.arrays) if m}
@@ -311,7 +311,7 @@ def _read(path: str | os.PathLike) -> _File:
 
 
 def on_disk(name: str) -> str:
-  """Converts Hugging Face's name of an array, anywhere, to that in `names`."""
+  """Converts a name in Hugging Face's files or modules to that in `names`."""
   for old, new in _RENAMED:
     name = re.sub(old, new, name)
   for disk, memory in _IN_MEMORY:
@@ -512,9 +512,9 @@ def save(
 ) -> None:
   """Writes the weights of a model's dense twin in another library's naming.
 
-  Naming 'dynamicvit' also writes prediction heads. The library's own model of
-  the same sizes can load the file; Hugging Face also needs a `config.json` in
-  the same directory.
+  Routers are left out. Prediction heads are written only with naming
+  'dynamicvit'. The library's own model of the same sizes can load the file;
+  Hugging Face also needs a `config.json` in the same directory.
 
   Args:
     path: path of the file, ending in `.safetensors`, `.npz` or `.pth`; an

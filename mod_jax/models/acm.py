@@ -113,10 +113,10 @@ def capture(
 ) -> dict[str, Captured]:
   """Returns inputs and outputs of the modules to replace, by slot name.
 
-  A routed or pruned model runs as in inference, unless `mode` differs, so only
-  the tokens that a module would process are captured. `config` is the adaptive
-  model's config, `variables` are those of the model without adaptive modules.
-  `inputs` and `kwargs` are passed to the model.
+  Of a routed or pruned model, only the tokens that a module would process are
+  captured. `config` is the adaptive model's config; `variables` are those of
+  the model without adaptive modules. `inputs` and `kwargs` are passed to the
+  model, which runs in `mode`; None means as in inference.
   """
   mode = Mode() if mode is None else mode
   watching = _Watching(**vars(config.adaptive))

@@ -70,15 +70,15 @@ class DETRConfig(StackedConfig):
   dropout: config_lib.BelowOne = 0.1  # Dropout rate of updates in training.
   norm_epsilon: config_lib.Epsilon = 1e-5  # Epsilon of the layer norms.
   # Loss weight of the classes; the L1 and GIoU terms of the boxes have the loss
-  # weights 5 and 2. When predictions are matched to objects, it is always 1.
+  # weights 5 and 2. The matching of predictions to objects ignores this field.
   class_weight: config_lib.Weight = 1.0
   # Routed blocks of encoder and decoder; None = none.
   routing: VisionRoutingConfig | None = None
   # Which tokens are routed: those of the encoder, the decoder's queries, and
   # `memory`: of the encoder's outputs, each decoder layer then reads only some.
   # The first decoder layer's input is zero, so its attention between queries is
-  # the same for all pictures. Hence A-MoD, which scores tokens by the previous
-  # layer's attention, chooses the same queries for all in the second layer.
+  # the same for all pictures. A-MoD scores tokens by the previous layer's
+  # attention, so the second layer chooses the same queries for all pictures.
   routed: tuple[Literal['encoder', 'queries', 'memory'], ...] = (
     *('encoder', 'queries', 'memory'),
   )

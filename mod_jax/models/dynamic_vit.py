@@ -204,7 +204,7 @@ class DynamicViTConfig(StackedConfig):
     return self.backbone.row_prefixes(row)
 
   def prediction_flops(self, patches: int) -> int:
-    """Returns the forward FLOPs of a prediction head, for so many patches."""
+    """Returns a prediction head's forward FLOPs on this number of patches."""
     sizes = PredictionHead.sizes(self.backbone.width)
     return 2 * patches * sum(a * b for a, b in sizes)
 

@@ -236,7 +236,6 @@ class LMConfig(StackedConfig):
   def flops_table(
     self, length: int, **kwargs
   ) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, forward FLOPs by part) for a sequence, the head last."""
     return [
       *self.stack.flops_table(length, **kwargs),
       ('head', {'head': 2 * length * self.width * self.vocab_size}),
@@ -288,9 +287,9 @@ class LMOutput(StackedOutput):
       to save the memory of all logits at once.
     aux: aux of each layer, by kind; see `stack.collect`.
     cache: the cache with the tokens added; None if none was passed.
-    loss: summed cross-entropy of the targets in nats, each times its weight,
-      and the sum of the weights; None without targets.
-    early_loss: the same for the head on the output of the first `early_exit`
+    loss: the sum over targets of cross-entropy in nats times loss weight, and
+      the sum of the loss weights; None without targets.
+    early_loss: the same two sums for the head after the first `early_exit`
       blocks; None unless in training, with an early exit and targets.
     right_BL: whether each target is the likeliest token; None in training and
       without targets.
@@ -451,7 +450,7 @@ def _last(x_BLD, valid_BL):
 def _right(x_BLD, spec, kernel, targets_BL):
   """Returns `LMOutput.right_BL`, from the logits of few tokens at a time.
 
-  `spec` multiplies the features of one token by `kernel`, as in `einsum`.
+  `spec` is the einsum of the features of one token and `kernel`.
   """
 
   def is_likeliest(features_and_target):

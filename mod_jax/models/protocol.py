@@ -97,7 +97,7 @@ class StackedConfig:
     return self.with_parts(routing=None, experts=None, adaptive=None, lora=None)
 
   def with_parts(self, **parts):
-    """Returns the config with parts, such as `routing`, replaced or None."""
+    """Returns the config with some parts replaced; None removes a part."""
     return dataclasses.replace(self, **parts)
 
 
@@ -122,7 +122,7 @@ def check_no_class_token(routing: RoutingConfig | None) -> None:
 
 
 class StackedOutput:
-  """Base of all models' outputs; `aux` has each layer's dictionary by kind."""
+  """Base of all models' outputs; `aux` has each layer's auxiliary results."""
 
   @property
   def routing(self) -> tuple[Routing, ...]:

@@ -166,7 +166,7 @@ class ViTConfig(StackedConfig):
     return dataclasses.replace(super().dense_twin(), reduction=None)
 
   def isoflop_twin(self, num_layers: int | None = None) -> 'ViTConfig':
-    """Returns a dense config of this depth; None for about this one's FLOPs."""
+    """Returns a dense config of `num_layers`; None matches this one's FLOPs."""
     if num_layers is not None:
       return dataclasses.replace(self.dense_twin(), num_layers=num_layers)
     depths = range(1, self.num_layers + 1)
@@ -201,7 +201,7 @@ class ViTConfig(StackedConfig):
     return parts | {'embed': 2 * products}
 
   def head_flops(self, patches: int) -> dict[str, int]:
-    """Returns the FLOPs of the last norm and the heads for so many patches."""
+    """Returns the FLOPs of the last norm and the heads on remaining patches."""
     heads = 1 + self.has_distillation_head
     heads += patches if self.token_head else 0
     return {
@@ -253,7 +253,7 @@ class ViTOutput(StackedOutput):
 
   @property
   def places(self) -> dict[str, jax.Array]:
-    """Where each of the image's tokens is after each block that merges tokens.
+    """Where the image's tokens are after each block that leaves fewer tokens.
 
     The keys are names of blocks, the values int32 place_BL: the index of the
     token that contains the image's token, among the tokens after the block. The

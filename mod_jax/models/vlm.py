@@ -77,7 +77,7 @@ def _of_language(name: str) -> property:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VLMConfig(StackedConfig):
-  """A tower and a language model, from which `routing` and so on are taken."""
+  """A tower and a language model; `routing` etc. are the language model's."""
 
   # Encodes pictures; has no experts, learners or adapters. Patches that a
   # DynamicViT drops do not reach the language model.
@@ -195,7 +195,7 @@ class VLMConfig(StackedConfig):
     return dataclasses.replace(super().dense_twin(), tower=tower)
 
   def unrolled(self, variables) -> tuple['VLMConfig', dict[str, Any]]:
-    """Like `LMConfig.unrolled`, of which only the language model has layers."""
+    """Like `LMConfig.unrolled`: unrolls the layers of the language model."""
     named = {n: tree.get('language', {}) for n, tree in variables.items()}
     language, named = self.language.unrolled(named)
     return dataclasses.replace(self, language=language), {
@@ -475,7 +475,8 @@ def place_images(
       `question`.
     text: number of tokens besides pictures for which a row has room; None for
       the largest number in any row.
-    count: number of pictures for which a row has room; None, likewise.
+    count: number of pictures for which a row has room; None for the largest
+      number in any row.
     side: side of the padding, 'left' or 'right'.
 
   Raises:

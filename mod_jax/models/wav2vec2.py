@@ -310,7 +310,7 @@ class _ChannelNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLC, wave_BT, kernel_KC, stride):
-    """Returns x_BLC normalised; it is wave_BT convolved, without a bias."""
+    """Normalises x_BLC, the convolution of wave_BT by kernel_KC without bias."""
     (length, channels), taps = x_BLC.shape[1:], len(kernel_KC)
     scale_C = self.param('scale', nn.initializers.ones, (channels,))
     bias_C = self.param('bias', nn.initializers.zeros, (channels,))

@@ -221,7 +221,7 @@ def _ours(run, folder):
 
 
 def _tokenizer(run, folder) -> str | None:
-  """Copies a model's tokenizer to `folder`; returns its kind, None if none."""
+  """Copies the tokenizer to `folder`; returns its kind, or None without one."""
   if run.task is None:
     return None
   kind, source = run.task.modality.tokenizer_source

@@ -138,7 +138,6 @@ class Run:
     return jax.jit(self.model.apply, static_argnames=('mode', 'mutable'))
 
   def __repr__(self) -> str:
-    """Returns a short description, without weights and config."""
     count = flops.num_params(self.config)
     kind, origin = type(self.config).__name__, self.origin or self.base
     whence = f', of {origin}' if origin else ''
@@ -267,7 +266,7 @@ class Run:
 
   @property
   def _asked(self):
-    """`task`, if it is known; else UserError: the model has no tokenizer."""
+    """The value of `task`; raises UserError if the model has no tokenizer."""
     if self.task is None:
       raise UserError(
         'there is no tokenizer.json beside the weights of this model: fetch it,'
@@ -540,7 +539,7 @@ class Run:
   def _check_classes(self, theirs: Sequence[str]) -> None:
     """Compares `theirs`, the data's class names, with the model's.
 
-    Raises UserError if only the order differs, and else warns of differences.
+    Raises UserError if only the order differs; warns if the names differ.
     """
     pairs = enumerate(zip(theirs, self.classes, strict=False))
     different = [(i, a, b) for i, (a, b) in pairs if a != b]

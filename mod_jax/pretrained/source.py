@@ -176,7 +176,7 @@ class Source(abc.ABC):
   def at(self, step: best_lib.Step) -> 'Source':
     """Makes `read` restore a run's checkpoint of this step; returns self.
 
-    None is the newest checkpoint, and the only `step` of all other sources.
+    None is the newest. Raises UserError for a step of anything but a run.
     """
     if step is not None:
       raise UserError(
@@ -539,7 +539,7 @@ class _OfCLIP(_Pictures):
 
 
 class Tower(_OfCLIP):
-  """CLIP's vision tower without a language model."""
+  """A published CLIP, of which only the vision tower is read."""
 
   kind = 'vision'
   format = convert_clip
