@@ -24,7 +24,7 @@ _HEADS = {'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Beside:
-  """Metadata from the JSON files beside the weights; None if absent.
+  """Metadata from the JSON files beside the weights; fields are None if absent.
 
   Attributes:
     num_heads: number of attention heads.

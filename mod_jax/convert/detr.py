@@ -93,7 +93,7 @@ _OF_TIMM = f'{_BACKBONE}conv1.weight'
 def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
   """Returns the table that maps the arrays in Hugging Face's files to ours.
 
-  Routing is ignored. Raises UserError if Hugging Face has no such model.
+  Routers are left out. Raises UserError if Hugging Face has no such model.
   """
   dense = config.dense_twin()
   fields = {

@@ -69,7 +69,7 @@ def base_of(folder: str | os.PathLike) -> str:
 
 
 def derive(folder: str | os.PathLike, base):
-  """Returns the config `base` with the adapters and the head in a folder.
+  """Returns the config `base` with a folder's adapters and number of classes.
 
   Raises:
     UserError: the adapters are not supported, or belong to another model.

@@ -114,7 +114,7 @@ def derive(folder: str | os.PathLike) -> Wav2Vec2Config:
 
 
 def _fold(arrays: dict[str, np.ndarray]) -> None:
-  """Replaces the two arrays of the weight normalisation by one kernel."""
+  """Replaces two of `arrays`, those of weight normalisation, by one kernel."""
   for length, direction in _NORMALISED:
     if length in arrays and direction in arrays:
       direction_OIK = arrays.pop(direction)

@@ -96,7 +96,7 @@ class _Watched(Slot):
 
 
 class _Watching(AdaptiveConfig):
-  """Captures input and output of modules instead of replacing them."""
+  """Captures inputs and outputs of the modules that it would replace."""
 
   def _module(self, name, slot, width):
     del width
@@ -111,7 +111,7 @@ def without(config):
 def capture(
   config, variables, *inputs, mode: Mode | None = None, rngs=None, **kwargs
 ) -> dict[str, Captured]:
-  """Returns inputs and outputs of the modules to replace, by slot name.
+  """Returns inputs and outputs of the dense modules to replace, by slot name.
 
   Of a routed or pruned model, only the tokens that a module would process are
   captured. `config` is the adaptive model's config; `variables` are those of

@@ -449,7 +449,7 @@ class DynamicViT(nn.Module):
     )
 
   def _log_probability(self, stage, x_BND, keep_BN, index_BN):
-    """Returns log-probabilities of keep and drop; None for unlearned scores."""
+    """Returns log_BN2 of keep and drop; None if the score is not learned."""
     match self.config.score:
       case 'predicted':
         return self.prediction[stage](x_BND, keep_BN)

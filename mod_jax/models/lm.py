@@ -57,7 +57,7 @@ class LMConfig(StackedConfig):
   # Base of the wavelengths of the rotary embedding.
   rope_theta: Annotated[float, config_lib.Range(gt=1)] = 10_000.0
   rope_scaling: RopeScaling | None = None  # Scaling of wavelengths.
-  # Most tokens to which a token attends, itself included; None = all until it.
+  # Most tokens to which a token attends, itself included; None = no limit.
   window: config_lib.Size | None = None
   qkv_bias: bool = False  # Biases of query, key and value.
   # Whether each head's queries and keys are RMS-normalised before the rotation.

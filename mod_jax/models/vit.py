@@ -166,7 +166,7 @@ class ViTConfig(StackedConfig):
     return dataclasses.replace(super().dense_twin(), reduction=None)
 
   def isoflop_twin(self, num_layers: int | None = None) -> 'ViTConfig':
-    """Returns a dense config of `num_layers`; None matches this one's FLOPs."""
+    """Returns a shallower dense config; by default the nearest in FLOPs."""
     if num_layers is not None:
       return dataclasses.replace(self.dense_twin(), num_layers=num_layers)
     depths = range(1, self.num_layers + 1)

@@ -186,7 +186,7 @@ class VLMConfig(StackedConfig):
   routing_mode = _of_language('routing_mode')
 
   def with_parts(self, **parts) -> 'VLMConfig':
-    """Returns the model with parts of its language model replaced."""
+    """Returns the config with parts of the language model replaced."""
     return dataclasses.replace(self, language=self.language.with_parts(**parts))
 
   def dense_twin(self) -> 'VLMConfig':

@@ -310,7 +310,7 @@ class _ChannelNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLC, wave_BT, kernel_KC, stride):
-    """Normalises x_BLC, the convolution of wave_BT by kernel_KC without bias."""
+    """Normalises x_BLC, which is wave_BT convolved without a bias."""
     (length, channels), taps = x_BLC.shape[1:], len(kernel_KC)
     scale_C = self.param('scale', nn.initializers.ones, (channels,))
     bias_C = self.param('bias', nn.initializers.zeros, (channels,))

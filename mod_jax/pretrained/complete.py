@@ -26,11 +26,11 @@ def images(
 ) -> ExperimentConfig:
   """Completes the config of a vision run from its pictures and weights.
 
-  The model gets as many classes as the data have; its sizes and preprocessing
-  come from the weights at `config.init`, if given. `config.dense`, the phase
-  that trains a dense model first, is kept if there is no `init`. It is also
-  kept if the method distils from a dense model and the weights at `init` have
-  other classes than the data, so that they cannot be that dense model.
+  The model gets as many classes as the data have. The model's sizes and the
+  preprocessing come from the weights at `config.init`, if given. `config.dense`
+  is the phase that trains a dense model first. It is kept if there is no
+  `init`, or if the method distils from a dense model and the weights at `init`
+  have other classes than the data, so they cannot be that dense model.
 
   Args:
     config: the experiment.

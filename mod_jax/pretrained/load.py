@@ -388,8 +388,8 @@ class Run:
         first.
       stream: whether to return the answer as an iterator over its pieces, each
         as soon as it is known.
-      max_new_tokens: most tokens of the answer; by default 256, or as many as
-        fit.
+      max_new_tokens: most tokens of the answer; by default 256, or fewer if
+        fewer fit.
       **settings: those of `serving.engine.Engine.submit`, such as temperature
         (0 by default), top_k, top_p, min_p, stop, seed and schema.
 

@@ -187,7 +187,7 @@ def _evit(config, fields):
 
 
 def _completed(config, of, source, key):
-  """Returns `source`, variables of the model `of`, and those new in `config`."""
+  """Returns `source`, variables of the model `of`, and new ones of `config`."""
   if protocol.shapes(config) == protocol.shapes(of):
     return source
   keys = dict(zip(('params', 'routing'), jax.random.split(key), strict=True))
