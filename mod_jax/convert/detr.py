@@ -154,7 +154,7 @@ def derive(path: str | os.PathLike) -> DETRConfig:
 
   The number of attention heads comes from `config.json`, other sizes from the
   arrays. Images are padded to 1333 × 1333 pixels: the published preprocessing
-  makes no side longer than that, in either orientation.
+  makes no side longer. Raises UserError if a setting is not supported.
   """
   arrays = _read(path)
   where = f'{path}/config.json'

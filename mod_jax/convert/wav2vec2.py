@@ -98,7 +98,7 @@ _SAME = {
 
 
 def derive(folder: str | os.PathLike) -> Wav2Vec2Config:
-  """Returns the config of the model in a directory of Hugging Face."""
+  """Returns the config of a directory's model; UserError if not supported."""
   file = pathlib.Path(folder).expanduser() / 'config.json'
   fields = paths.read_object(file)
   theirs = config_lib.from_known(_Fields, fields, str(file))

@@ -156,7 +156,7 @@ class VLMConfig(StackedConfig):
 
   @property
   def has_grid(self) -> bool:
-    """Whether the tower keeps all patches, so that they form a square grid."""
+    """Whether the tower keeps all patches; if so, they form a square grid."""
     return self.tower.patches_after(self.tower_depth) == self.vit.num_patches
 
   @property

@@ -104,7 +104,7 @@ class Run:
     preprocess: turns pictures into the model's input, as in evaluation; None
       for a model that takes no pictures.
     classes: names of a vision model's classes; None if unknown.
-    multi_label: whether a picture may have any number of classes, so that each
+    multi_label: whether a picture may have any number of classes. Then each
       class has its own probability.
     task: the task of `experiment`; None if `experiment` is None.
     origin: Hugging Face directory of a language or vision-language model, or of
