@@ -449,7 +449,7 @@ class DynamicViT(nn.Module):
     )
 
   def _log_probability(self, stage, x_BND, keep_BN, index_BN):
-    """Returns log_BN2, as a `PredictionHead` does; None for unlearned scores."""
+    """Returns log-probabilities of keep and drop; None if not learned."""
     match self.config.score:
       case 'predicted':
         return self.prediction[stage](x_BND, keep_BN)
