@@ -268,7 +268,9 @@ def write(
   *,
   torch_key: str | None = None,
 ) -> None:
-  """Writes a file of arrays atomically; creates missing directories.
+  """Writes a file of arrays atomically, or raises UserError.
+
+  Creates missing directories.
 
   Args:
     path: path of the file, with one of `SUFFIXES`.

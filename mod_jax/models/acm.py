@@ -65,8 +65,8 @@ class Captured:
   """Input and output of a dense module that an ACM will replace.
 
   Attributes:
-    z_BLD: input; axes of heads and channels are flattened to one.
-    y_BLD: output, flattened likewise.
+    z_BLD: input; the axes of heads and of channels are flattened to one axis.
+    y_BLD: output; its axes are flattened in the same way.
     valid_BL: False for padding and for a routed block's empty token slots; None
       if all tokens are valid.
   """
@@ -96,7 +96,7 @@ class _Watched(Slot):
 
 
 class _Watching(AdaptiveConfig):
-  """Captures inputs and outputs of the modules that it would replace."""
+  """Wraps the modules to replace by `_Watched` slots, and replaces none."""
 
   def _module(self, name, slot, width):
     del width
@@ -167,8 +167,8 @@ def acmize(
 def report(config, *length: int) -> str:
   """Returns a table of the replaced modules, with parameters and FLOPs.
 
-  `length` is the number of tokens of a sequence, for language models, or of
-  frames of a recording; 1 by default.
+  `length` is a sequence's number of tokens, for language models, or a
+  recording's number of frames; 1 by default. Models of images take none.
   """
   original = without(config)
   dense = slots(original)

@@ -231,7 +231,7 @@ class DynamicViTOutput(StackedOutput):
       `structural`.
     probability_SBN: float32 probability of keeping each remaining patch, by a
       learned score; 0 for patches already dropped. None for other scores.
-    aux: aux of each layer, about the tokens that reached it, by kind; see
+    aux: aux of each layer, by kind, for the tokens that reached the layer; see
       `stack.collect`.
   """
 
@@ -245,8 +245,8 @@ class DynamicViTOutput(StackedOutput):
 class PredictionHead(nn.Module):
   """Computes log-probabilities of keeping and dropping each patch.
 
-  They depend on local features of the patch and on the mean of other features
-  over all kept patches (Rao et al. 2021, section 3.2).
+  They depend on one half of the patch's embedding, and on the mean of the other
+  half over all kept patches (Rao et al. 2021, section 3.2).
   """
 
   dtype: str = dataclasses.field(default='float32', kw_only=True)
@@ -302,8 +302,8 @@ class DynamicViT(nn.Module):
   The parameters are the backbone's plus `prediction_<stage>` or
   `pattern_<stage>`, so dense checkpoints load. In training, learned scores
   decide by hard Gumbel-softmax and dropped patches are masked, so that
-  gradients reach the decision. In inference, with `Mode(masks=False)` and with
-  other scores, dropped patches are removed.
+  gradients reach the decision. Dropped patches are removed in inference, with
+  scores that are not learned, and with `Mode(masks=False)`.
 
   Rng streams: `params`; `gumbel` to sample masks; `routing` for random scores;
   `stochastic_depth` as in `ViT`.
@@ -356,9 +356,9 @@ class DynamicViT(nn.Module):
     """Returns x_BKD, the K patches that remain after the first `depth` blocks.
 
     If dropped patches are only masked, K is the same as if they were removed:
-    kept patches are chosen first, by probability, and a patch that is not kept
-    is 0. The second output then is `keep_SBN` of `DynamicViTOutput`; otherwise
-    it is None.
+    kept patches are chosen first, by probability, and the features of a chosen
+    patch that is not kept are 0. The second output is
+    `DynamicViTOutput.keep_SBN` if dropped patches are masked, and else None.
     """
     if self.is_initializing():  # Creates the parameters of later layers too.
       self(images_BHWC)

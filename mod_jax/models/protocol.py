@@ -29,7 +29,7 @@ def shapes(config: 'StackedConfig') -> dict[str, Any]:
 
 
 class StackedConfig:
-  """Base of the configs of all models, which are a `stack` of layers and more.
+  """Base of the configs of all models, each of which has a `stack` of layers.
 
   Each is a frozen dataclass with `build(**mode)`, which returns the module and
   takes fields of `layers.mode.Mode`; `example()`, a minimal input to initialise

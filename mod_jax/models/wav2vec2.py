@@ -265,8 +265,8 @@ class Wav2Vec2(nn.Module):
 
     Args:
       wave_BT: samples of mean 0 and variance 1, with zeros as padding.
-      valid_BL: False for frames of padding, to which no other frame then
-        attends; None if there is no padding, or to leave it unmasked.
+      valid_BL: False for frames of padding, to which no frame then attends;
+        None if there is no padding, or frames may attend to the padding.
       masked_BL: True for frames that SpecAugment hides (Park et al. 2019).
     """
     config = self.config
