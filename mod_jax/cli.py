@@ -165,8 +165,8 @@ def run(main, argv=None, *, positional=False):
   If stdout or stderr is closed, by `| head` or with its terminal, the program
   goes on and writes all files; its further output is lost.
 
-  `argv` begins with the program's name. `main` gets that name and, if
-  `positional`, the positional arguments.
+  `argv` begins with the program's name; None is `sys.argv`. `main` gets that
+  name and, if `positional`, the positional arguments; others are errors.
   """
 
   def prepared(rest):
@@ -209,7 +209,7 @@ def run(main, argv=None, *, positional=False):
 
 
 def _prepare_help(module):
-  """Makes --help show a module's flags, and by default its docstring."""
+  """Makes --help show a module's flags; and its docstring, if main has none."""
   started = sys.modules['__main__']
   started.__doc__ = started.__doc__ or module.__doc__
   for source in (module, sys.modules[__name__]):
@@ -233,7 +233,7 @@ def _exit_with(sentence):
 
 
 def _refused_by_system(error) -> str | None:
-  """Returns a message with a remedy for a system error, None for others."""
+  """Returns a message with a remedy if a system error is the cause, or None."""
   while error is not None:
     number = getattr(error, 'errno', None)
     if number is None and (match := _IN_TENSORSTORE.search(str(error))):
@@ -250,7 +250,7 @@ def _refused_by_system(error) -> str | None:
 
 
 class _Unbroken:
-  """Wraps a stream; discards output once writing has failed."""
+  """Wraps a stream. Once writing has failed, further output is discarded."""
 
   def __init__(self, stream):
     # Python's stream is None if the descriptor was closed at the start.
@@ -332,7 +332,10 @@ def load_config(file, cls, *, complete=True):
 
 
 def config_file(file) -> pathlib.Path:
-  """Returns the path of FILE.py[:variant]: as given, or an installed config."""
+  """Returns the path of the config file in FILE.py[:variant].
+
+  If FILE.py does not exist, it is looked up among mod_jax's own config files.
+  """
   name = file.partition(':')[0]
   path = pathlib.Path(name)
   if path.is_file():
@@ -397,7 +400,7 @@ def _take_overrides(argv):
 
 
 def _in_plain_words(error):
-  """Rewrites absl's message to say what was expected."""
+  """Returns absl's message in words that say what was expected."""
   message = _one_line(error)
   for pattern, plain in _PLAIN_WORDS:
     if match := re.fullmatch(pattern, message):

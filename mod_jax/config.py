@@ -50,7 +50,7 @@ _NO = object()  # What `_fit` returns for a value that is not allowed.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-  """Bounds of a number, each named after the comparison in `operator`."""
+  """Bounds of a number, named after comparisons in `operator`; None is none."""
 
   gt: float | None = None
   ge: float | None = None
@@ -110,7 +110,7 @@ Steps = Count | Proper
 
 
 def steps_of(part, num_steps):
-  """Returns `Steps` as a number of steps; a fraction never gives all steps."""
+  """Returns a `Steps` as a number of steps; a fraction never gives them all."""
   if isinstance(part, int):
     return part
   return min(round(part * num_steps), num_steps - 1)
@@ -472,7 +472,10 @@ def from_json(cls, text):
 
 
 def read_literal(text):
-  """Returns the value of a Python literal, lists as tuples, or the text."""
+  """Returns the value of a Python literal; of any other text, the text itself.
+
+  Lists become tuples.
+  """
   try:
     value = ast.literal_eval(text)
     repr(value)  # Fails for hexadecimal integers too long to print.
@@ -482,9 +485,10 @@ def read_literal(text):
 
 
 def split(text, brackets, quotes=''):
-  """Splits a text at commas that are outside of brackets and quotes.
+  """Returns the parts of a text between commas; blank parts are left out.
 
-  `brackets` has the opening ones, then the closing ones: `[{]}`.
+  Commas within brackets or `quotes` do not separate. `brackets` has the opening
+  brackets, then the closing ones: `[{]}`.
   """
   pairs = len(brackets) // 2
   opening, closing = brackets[:pairs], brackets[pairs:]
@@ -540,8 +544,9 @@ def fit(value, hint, path, shown=None):
 def field(instance, path, where='', groups=types.MappingProxyType({})):
   """Returns the annotation of a nested dataclass's field, by dotted path.
 
-  `where` is a prefix in messages, such as `--config.`; `groups` are dataclasses
-  that replace those of the instance, by dotted path.
+  Raises UserError if there is no such field. `where` is a prefix in messages,
+  such as `--config.`. `groups` are dataclasses, by dotted path, that replace
+  those of the instance.
   """
   # Messages name the outermost config as flags do: `config`.
   parent = where.strip('-.') if where.endswith('.') else ''
@@ -568,7 +573,10 @@ def field(instance, path, where='', groups=types.MappingProxyType({})):
 
 
 def walk(instance, prefix=''):
-  """Yields (dotted path, holder, annotation) of all fields, at any depth."""
+  """Yields (dotted path, dataclass instance that has it, annotation) of fields.
+
+  All fields at any depth are included. `prefix` is put before each path.
+  """
   for name, hint in annotations(type(instance)).items():
     yield f'{prefix}{name}', instance, hint
     value = getattr(instance, name)
@@ -579,8 +587,8 @@ def walk(instance, prefix=''):
 def _meant(instance, group, name):
   """Returns the paths that may be meant by an unknown field of a group.
 
-  They have the most similar name, or initials such as `lr`. If no path in the
-  group has it, at most 3 paths of other groups are returned.
+  These are the fields whose name, or its initials such as `lr`, are closest. If
+  none of them is in the group, at most 3 of other groups are returned.
   """
   paths = {}  # By name and by its initials, paths of outer groups first.
   for path in sorted(
@@ -600,7 +608,7 @@ def override(instance, texts, where='--config.'):
   """Returns a copy of a nested dataclass with fields parsed from texts.
 
   `texts` are pairs of a dotted path and the text of its value; messages show
-  `where` before the path. All fields are set at once, so that only the final
+  `where` before the path. All fields are set at once, so only the final
   combination must be valid. Whole groups are parsed before their single fields.
   """
 
@@ -663,7 +671,10 @@ def _join(path, name):
 
 @contextlib.contextmanager
 def inside(where):
-  """Prefixes the messages of UserErrors with `where`, unless it is empty."""
+  """Context manager: the messages of UserErrors in its body begin with `where`.
+
+  They are unchanged if `where` is empty.
+  """
   try:
     yield
   except UserError as error:
@@ -679,7 +690,7 @@ def config_getter(variants):
 
 
 def sibling(file, name):
-  """Loads the config file `name`, without suffix, beside `file`."""
+  """Returns, as `load` does, the config file `name`.py beside `file`."""
   return load(pathlib.Path(file).parent / f'{name}.py')
 
 

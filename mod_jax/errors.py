@@ -21,7 +21,7 @@ def require(condition, expected: str, **values) -> None:
 
 
 def require_pattern(pattern: str, where: str) -> None:
-  """Raises UserError if a text is not a valid regular expression."""
+  """Raises UserError `where: …` if a text is no valid regular expression."""
   try:
     re.compile(pattern)
   except (re.error, OverflowError, RecursionError) as error:

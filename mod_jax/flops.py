@@ -1,7 +1,8 @@
-"""FLOPs of models, summed over their rows in `flops_table`.
+"""FLOPs of models, summed over the rows of their `flops_table`.
 
-Each layer is counted by the method `flops` of its config; a routed block's is
-in `layers/routed.py`.
+A row is a layer's name and its parts: FLOPs by name of the part. A layer's
+config counts them by its method `flops`; for routed blocks, see
+`layers/routed.py`.
 
 All models are counted alike: matrix products only, a multiply-add is 2 FLOPs.
 Causal query-key pairs are counted exactly, and routed blocks on the k tokens
@@ -36,7 +37,7 @@ Length = int | tuple[int, int] | None
 
 
 def forward(config, length: Length = None) -> int:
-  """Returns the FLOPs of a forward pass over one sequence or image."""
+  """Returns the FLOPs of a forward pass over one sequence or picture."""
   return sum(products(parts) for _, parts in _table(config, length))
 
 
@@ -46,7 +47,7 @@ def products(parts: Mapping[str, int]) -> int:
 
 
 def published_macs(config, length: Length = None) -> int:
-  """Returns MACs of a forward pass as in published tables, norms included."""
+  """Returns the forward pass's multiply-accumulates, as published tables do."""
   return sum(sum(parts.values()) for _, parts in _table(config, length)) // 2
 
 
@@ -55,7 +56,7 @@ def _table(config, length):
 
 
 def _train_table(config, length):
-  """Returns the `flops_table` of a forward pass in training."""
+  """Returns `flops_table` in training, with a row for each run of a head."""
   if isinstance(config, VLMConfig) and config.adaptive is None:
     return config.flops_table(*_arguments(config, length), train=True)
   table, exits = _table(config, length), ()
@@ -83,8 +84,8 @@ def train(
   its heads after each block of the decoder. A DynamicViT with a learned score
   only masks patches in training and so processes all of them, unless it has
   adaptive modules, which are trained on the kept patches. `frozen(name)` is
-  True for parameters without a gradient: products with them save one of two
-  backward passes, and rows before all trained parameters both.
+  True for parameters without a gradient. A product with one saves half of its
+  backward pass; a row before all trained parameters has no backward pass.
   """
   if isinstance(config, DynamicViTConfig) and config.adaptive is None:
     config = config.masked
@@ -120,8 +121,8 @@ def _saved(config, length, frozen) -> int:
     elif row != 'tower' and not any(
       re.search(_WEIGHTS, name) for name in trained_here
     ):
-      # No weight in this row has a gradient, and all products of rows other
-      # than blocks are with weights, except in a vision tower.
+      # No weight in this row has a gradient. Except in blocks and in vision
+      # towers, one factor of every product is a weight.
       saved += products(parts)
   return saved
 
@@ -133,7 +134,7 @@ _WEIGHTS = r'(^|/)(kernel|embedding)$'
 
 
 def _weight_flops(config, length, row) -> dict[str, int]:
-  """Returns the FLOPs of products with a block's matrices, by name."""
+  """Returns the forward FLOPs with a block's matrices, by parameter name."""
   inner, i = re.match(_BLOCK, row).groups()
   stack, i, before = config.stack, int(i), 0
   if inner == 'decoder/':  # In a DETR, the encoder's blocks are listed first.
@@ -159,12 +160,12 @@ def _weight_flops(config, length, row) -> dict[str, int]:
 def steps_within(
   budget: float, config, batch_size: int, length: Length = None
 ) -> int:
-  """Returns the number of training steps closest to a budget of FLOPs."""
+  """Returns the number of steps, at least 1, closest to a budget of FLOPs."""
   return max(1, round(budget / (batch_size * train(config, length))))
 
 
 def num_params(config) -> int:
-  """Returns the number of parameters of a model."""
+  """Counts the elements of a model's parameters, without allocating them."""
   params = protocol.shapes(config)['params']
   return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
 
@@ -257,7 +258,7 @@ def report(
 
 
 def _dense_twin(config, length: Length):
-  """Returns the dense twin and its length, in which pictures may be longer."""
+  """Returns the dense twin and the length in it, where no patch is dropped."""
   twin = config.dense_twin()
   if isinstance(config, VLMConfig):
     tokens, images = length if isinstance(length, tuple) else (length, 1)

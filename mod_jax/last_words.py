@@ -25,7 +25,7 @@ _PATIENCE = 5.0
 
 
 def replace(sentence: str) -> None:
-  """Filters stderr of this process: a dump at its end becomes `sentence`."""
+  """Pipes stderr through a new process, which replaces a dump by `sentence`."""
   read_end, write_end = os.pipe()
   subprocess.Popen(
     [sys.executable, '-I', os.path.abspath(__file__), sentence],

@@ -34,9 +34,9 @@ class ModJax(lm_eval.api.model.TemplateLM):
 
   Args:
     run: the model, with its weights and tokenizer.
-    rule: the causal rule of routing; None for the first that was trained.
+    rule: the causal rule of routing; None takes the first that was trained.
     batch_size: number of texts that are scored, or continued, at a time.
-    max_length: most tokens of a text; None for the run's `default_length`.
+    max_length: most tokens of a text; None takes the run's `default_length`.
   """
 
   def __init__(
@@ -67,7 +67,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
-    """The token before a text without context: begin-of-text, or else end."""
+    """Id before a text without context: begin-of-text, or else end-of-text."""
     begin = self.tokenizer.bos_id
     return self.eot_token_id if begin is None else begin
 
@@ -87,7 +87,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
     return self._run.encode(string)
 
   def _scores(self, variables, tokens_BL, valid_BL):
-    """Returns each token's log-probability, and whether it is the argmax."""
+    """Returns (log_prob, is_argmax) [B, L - 1] of each token but the first."""
     output = self._run.config.build().apply(
       variables,
       tokens_BL[:, :-1],
@@ -146,7 +146,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
       )
 
   def loglikelihood_rolling(self, requests, disable_tqdm=False):
-    """Returns the log-likelihoods of whole texts, computed in windows."""
+    """Returns each text's log-likelihood, summed over windows of the text."""
     del disable_tqdm
     pairs, ends = [], []
     for request in requests:
@@ -221,7 +221,7 @@ def define_flags() -> None:
 
 
 def main(_) -> None:
-  """Runs the tasks, and prints the table of the harness."""
+  """Runs the tasks, prints the harness's table, and writes the results."""
   values = flags.FLAGS
   if values.out and not pathlib.Path(values.out).parent.is_dir():
     raise UserError(

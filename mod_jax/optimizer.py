@@ -39,10 +39,10 @@ class OptimizerConfig:
 
   `rules` are triples: a regular expression that is searched for in a
   parameter's name, a factor on the parameter's learning rate, and the first
-  step, counted from 0, at which it is trained, or the fraction of all steps
-  before that step. The first matching rule applies; if there are rules, every
-  parameter must match one (`check_rules`). A factor of 0 freezes permanently; a
-  frozen parameter does not change at all, not even by weight decay.
+  step at which the parameter is trained. Steps count from 0; a fraction is the
+  part of all steps before the first. The first rule that matches applies. If
+  there are rules, every parameter must match one (`check_rules`). A factor of 0
+  freezes a parameter permanently: not even weight decay changes it.
   """
 
   kind: Literal['adamw', 'sgd'] = 'adamw'  # The algorithm.
@@ -74,7 +74,7 @@ class OptimizerConfig:
 
   @property
   def switches(self) -> dict[str, bool]:
-    """Returns, by field, whether the field adds to the optimiser's state."""
+    """Whether each field, by dotted path, adds to the optimiser's state."""
     return {
       'optimizer.clip_norm': self.clip_norm > 0,
       'optimizer.layer_decay': bool(self.rules) or self.layer_decay != 1,
@@ -84,8 +84,7 @@ class OptimizerConfig:
 def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
   """Returns step -> learning rate, for a run of exactly `num_steps`.
 
-  Raises:
-    UserError: the warm-up is longer than the run.
+  Raises UserError if the warm-up is not shorter than the run.
   """
   warmup_steps = config_lib.steps_of(config.warmup_steps, num_steps)
   if warmup_steps >= num_steps:
@@ -110,10 +109,9 @@ def make_optimizer(
   AdamW decouples its weight decay from the gradient (Loshchilov & Hutter 2019).
   SGD adds it to the gradient, and its momentum is not Nesterov's. Parameters
   with a later first step accumulate moments until then, which avoids large
-  first updates. The norm to clip excludes permanently frozen parameters.
-
-  Raises:
-    UserError: the warm-up, or a rule's first step, lies beyond the run's end.
+  first updates. The norm to clip excludes permanently frozen parameters, and
+  predictors have a norm of their own. Raises UserError if the warm-up, or a
+  rule's first step, lies beyond the run's end.
   """
   rules = tuple(
     (pattern, factor, config_lib.steps_of(first, num_steps))
@@ -320,7 +318,7 @@ class _ScaleByNameState(NamedTuple):
 
 
 def _scale_by_name(config) -> optax.GradientTransformation:
-  """Scales the updates of each parameter by the `Scale` of its name."""
+  """Scales each update by its parameter's factor; by 0 before the first step."""
 
   def init(params):
     del params
@@ -345,7 +343,7 @@ def _scale_by_name(config) -> optax.GradientTransformation:
 
 
 def _where(tree, predicate):
-  """Returns a tree of the predicate of the names along each leaf's path."""
+  """Replaces each leaf by the predicate of the names along its path."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: predicate(_name(path).split('/')), tree
   )

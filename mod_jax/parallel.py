@@ -53,7 +53,7 @@ _Devices = Annotated[int, config_lib.Range(ge=-1, le=2**20)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """Number of devices along each mesh axis; -1, once, for all that remain."""
+  """Number of devices along each mesh axis; one may be -1: all that remain."""
 
   # Replicas of the parameters, each with a part of the batch.
   data: _Devices = -1
@@ -76,7 +76,10 @@ class MeshConfig:
     return tuple(getattr(self, axis) for axis in MESH_AXES)
 
   def sizes(self, num_devices: int) -> tuple[int, ...]:
-    """Returns the sizes of MESH_AXES for `num_devices`, with -1 resolved."""
+    """Returns the sizes of MESH_AXES for `num_devices`, with -1 resolved.
+
+    Raises UserError if they do not fit that number.
+    """
     sizes = list(self._sizes)
     product = math.prod(n for n in sizes if n > 0)
     if -1 in sizes and num_devices % product == 0:
@@ -93,9 +96,10 @@ class MeshConfig:
 def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
   """Returns a mesh with the axes MESH_AXES over the devices.
 
-  If the devices belong to several slices, connected by the slower data centre
-  network, the axis `data` spans the slices, so that only the sum of gradients
-  crosses that network.
+  Devices may belong to several slices, which the slower data centre network
+  connects. Then the axis `data` spans the slices, so that only the sum of
+  gradients crosses that network. Raises UserError if the config does not fit
+  the devices, their slices or their hosts.
   """
   devices = jax.devices() if devices is None else list(devices)
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
@@ -153,7 +157,10 @@ def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:
 
 
 def spec(names: tuple[str | None, ...]) -> PartitionSpec:
-  """Returns the partition spec of an array with these logical axes."""
+  """Returns the partition spec of an array with these logical axes.
+
+  An axis named None is not split.
+  """
   axes = []
   for name in names:
     if name is not None and name not in RULES:
@@ -168,7 +175,7 @@ def spec(names: tuple[str | None, ...]) -> PartitionSpec:
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-  """Constrains an activation's sharding; without a mesh, does nothing."""
+  """Returns `x` sharded by its logical axes, `names`; `x` without a mesh."""
   if jax.sharding.get_abstract_mesh().empty:
     return x
   return jax.lax.with_sharding_constraint(x, spec(names))
@@ -187,8 +194,8 @@ def per_device(function, inputs, outputs):
   Args:
     function: takes arrays, or None for absent ones; returns a tuple. Its sums
       over a sharded axis are partial: use `sum_over` or `mean_over`.
-    inputs: for each argument the logical names of its axes.
-    outputs: for each result the logical names of its axes.
+    inputs: for each argument, the logical names of its axes.
+    outputs: for each result, the logical names of its axes.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.size == 1:
@@ -238,22 +245,25 @@ def per_device(function, inputs, outputs):
 
 
 def mean_over(x: jax.Array, name: str) -> jax.Array:
-  """Returns the mean over the devices that split an axis, in `per_device`."""
+  """Returns the mean over the devices that split the logical axis `name`.
+
+  It is for functions of `per_device`; elsewhere it returns `x`.
+  """
   return _over(jax.lax.pmean, x, name)
 
 
 def sum_over(x: jax.Array, name: str) -> jax.Array:
-  """Returns the sum over the devices that split an axis, in `per_device`."""
+  """Returns the sum over the devices that split an axis, as `mean_over`."""
   return _over(jax.lax.psum, x, name)
 
 
 def max_over(x: jax.Array, name: str) -> jax.Array:
-  """Returns the maximum over devices that split an axis, in `per_device`."""
+  """Returns the maximum over devices that split an axis, as `mean_over`."""
   return _over(jax.lax.pmax, x, name)
 
 
 def index_of(name: str) -> jax.Array:
-  """Returns the index of this device's part of an axis, in `per_device`."""
+  """Returns the index of this device's part of an axis; 0 if it is whole."""
   return _over(lambda x, axes: x + jax.lax.axis_index(axes), 0, name)
 
 
@@ -268,7 +278,7 @@ def shardings(boxed, mesh: jax.sharding.Mesh):
 
   `boxed` is what `jax.eval_shape(model.init, …)` returns: the boxes of
   `nn.with_logical_partitioning` name the axes. Leaves without a box are
-  replicated.
+  replicated. Raises UserError if devices do not divide an axis.
   """
 
   def one(path, leaf):
@@ -302,7 +312,7 @@ def abstract_batch(shapes, mesh: jax.sharding.Mesh):
 
 
 def check_batch(batch_size: int, mesh: jax.sharding.Mesh, what: str) -> None:
-  """Raises UserError if a batch does not divide over the mesh."""
+  """Raises UserError `what=…` if a batch does not divide over the mesh."""
   parts = math.prod(mesh.shape[axis] for axis in RULES['batch'])
   if batch_size % parts:
     raise UserError(
@@ -332,7 +342,7 @@ def first_says(answer: bool) -> bool:
 
 
 def whole(x) -> jax.Array | np.ndarray:
-  """Returns the complete array on each host; all hosts must call this."""
+  """Returns, on each host, the complete array; all hosts must call this."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return multihost_utils.process_allgather(x, tiled=True)
   # A teacher's array may be a `convert.arrays.Lazy`, which `asarray` reads.
@@ -363,7 +373,7 @@ def _rows_of_hosts(mesh):
 
 
 def put_batch(batch, mesh: jax.sharding.Mesh):
-  """Places this host's part of a batch, by `row_shard`, on its devices."""
+  """Returns the global batch; each host passes its part, by `row_shard`."""
   sharding = batch_sharding(mesh)
   return jax.tree.map(
     lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),

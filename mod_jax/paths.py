@@ -58,7 +58,7 @@ def absolute(path) -> epath.Path:
 
 
 def missing(path, field='') -> UserError:
-  """Returns the error for a missing path, of a config field if given."""
+  """Returns the error for a missing path, which a config's `field` may name."""
   name, folder = os.fspath(path), expand(path)
   parent_exists = folder.parent.is_dir()
   siblings = folder.parent.iterdir() if parent_exists else ()
@@ -151,11 +151,12 @@ def walk(
   seen: set[pathlib.Path],
   repeated: Callable[[str, pathlib.Path], None] = lambda path, real: None,
 ) -> Iterator[tuple[str, list[str]]]:
-  """Yields a folder and the visible ones below it, with names of their files.
+  """Yields (path, names of files) of a folder and of visible ones below it.
 
   Links are followed, but each folder is entered only once: folders whose real
   path is in `seen` are left out, and the real paths of entered folders are
-  added to it. `repeated(path, real_path)` is called for each one left out.
+  added to `seen`. `repeated(path, real_path)` is called for each folder that is
+  left out.
   """
   for folder, inner, files in os.walk(top, followlinks=True):
     children = sorted(name for name in inner if not name.startswith('.'))
@@ -172,7 +173,7 @@ def walk(
 
 
 def read_object(path) -> dict[str, Any]:
-  """Returns the object in a JSON file; {} if there is no file or no object."""
+  """Returns the object in a JSON file; {} if no object can be read."""
   fields = {}
   with contextlib.suppress(OSError, ValueError, RecursionError):
     fields = json.loads(expand(path).read_text('utf-8'))
@@ -191,9 +192,9 @@ def write_bytes(path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path):
-  """Yields a binary file that replaces a local one when it is complete.
+  """Context manager: yields a binary file, which finally replaces a local one.
 
-  If writing fails, the file at `path` is unchanged. Missing directories are
+  If its body fails, the file at `path` is unchanged. Missing directories are
   created.
   """
   path = pathlib.Path(path)

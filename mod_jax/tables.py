@@ -7,14 +7,14 @@ import itertools
 
 
 def csv_text(rows: Iterable[Iterable]) -> str:
-  """Returns rows as a file of comma-separated values."""
+  """Returns rows as the text of a file of comma-separated values."""
   file = io.StringIO()
   csv.writer(file, lineterminator='\n').writerows(rows)
   return file.getvalue()
 
 
 def csv_of(records: Sequence[Mapping]) -> str:
-  """Returns records as CSV, with their keys, the same in all, as the header."""
+  """Returns one or more records as CSV; the header has their common keys."""
   return csv_text([records[0], *(record.values() for record in records)])
 
 

@@ -25,7 +25,7 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join(*parts) -> dict[str, Any]:
-  """Returns one nested dictionary of the leaves of several; skips None."""
+  """Returns the union of nested dictionaries, of which some may be None."""
   flat = {}
   for part in filter(None, parts):
     flat |= flatten(part)
@@ -57,8 +57,8 @@ def merge(
   Args:
     fresh: nested dictionary of initialised parameters. Leaves that the source
       replaces may be `jax.ShapeDtypeStruct`s.
-    source: nested dictionary of parameters with the same names; values are cast
-      to the dtype of the fresh parameters.
+    source: nested dictionary of parameters with the same names and shapes, or
+      `compare` raises UserError; values are cast to the dtype of `fresh`.
     new: regular expressions of paths, matched whole, that may be missing from
       the source; their parameters keep the values of `fresh`.
     dropped: regular expressions of paths, matched whole, that only the source

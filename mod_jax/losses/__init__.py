@@ -1,7 +1,8 @@
-"""Losses and metrics: functions of arrays that return (total, weight) pairs.
+"""Losses and metrics: functions of arrays. Most return (total, weight) pairs.
 
-A pair is a sum and the number of things summed. Pairs of microbatches and hosts
-are added and then divided once. The modules:
+A pair is a sum, and the number or the total weight of its terms. The pairs of
+microbatches and hosts are added; then each total is divided by its weight. The
+modules:
 
 * `acm`: adaptive computation modules;
 * `classification`: confusion, precision and recall of a classifier, in NumPy;

@@ -1,11 +1,12 @@
 """Losses of adaptive computation modules (Wójcik et al. 2023, section 3.2).
 
-Choices are a dictionary from module names to one-hot choices ν̂ of the number of
-learners, with straight-through gradients, `[batch, length, choices]`. A row is
-an image or a sequence. `valid_BL` is False for padding and dropped tokens,
-which are ignored; None if all tokens are valid. All valid tokens have equal
-weight. Modules may see different tokens, so `valid` maps module names to
-`valid_BL`; it is None if all tokens of all modules are valid.
+A module's gate chooses, for each token, how many of its learners run. `choices`
+maps names of modules to these choices ν̂: one-hot `[batch, length, choices]`,
+with straight-through gradients. A row is an image or a sequence. `valid_BL` is
+False for padding and dropped tokens, which are ignored; it is None if all
+tokens are valid. All valid tokens have equal weight. Modules may see different
+tokens, so `valid` maps names of modules to `valid_BL`; it is None if all tokens
+of all modules are valid. h(z, k) is the sum of the first k learners' outputs.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ Valid = Mapping[str, jax.Array | None]
 
 @dataclasses.dataclass(frozen=True)
 class Learners:
-  """What the losses need to know about a module.
+  """The learners of a module, as the losses see them.
 
   Attributes:
     min: smallest number of learners that the gate may choose.
@@ -47,8 +48,9 @@ def distillation(
   `target_BLD` is the output of the dense module, and gets no gradient.
 
   Returns:
-    (sum over rows of the mean over k, tokens and features; number of rows). A
-    row counts as the fraction of its tokens that are valid.
+    A total and a weight: the sum over rows of the mean over k, tokens and
+    features, and the number of rows. A row counts as the fraction of its tokens
+    that are valid.
   """
   target_BLD = jax.lax.stop_gradient(target_BLD).astype(jnp.float32)
   error_NBLD = jnp.square(sums_KBLD[1:].astype(jnp.float32) - target_BLD)
@@ -59,7 +61,7 @@ def distillation(
 
 
 def row_weights(valid_BL: jax.Array | None) -> jax.Array | None:
-  """Returns weight_B: the fraction of each row that is valid, or None."""
+  """Returns each row's fraction of valid tokens; None if `valid_BL` is None."""
   if valid_BL is None:
     return None
   return valid_BL.mean(axis=-1, dtype=jnp.float32)
@@ -107,11 +109,12 @@ def gate_loss(
 ) -> Pair:
   """Returns the cross-entropy of soft choices ν against labels: Eq. 6.
 
-  The choices are `min_learners`, …, N; labels are raised to `min_learners`.
+  ν is the softmax of the logits divided by `temperature`. The choices are
+  `min_learners`, …, N; smaller labels count as `min_learners`.
 
   Returns:
-    (sum over rows of the mean over tokens, in nats; number of rows). A row
-    counts as the fraction of its tokens that are valid.
+    A total and a weight: the sum over rows of the mean over tokens, in nats,
+    and the number of rows, counted as in `distillation`.
   """
   nats_BL = optax.softmax_cross_entropy_with_integer_labels(
     logits_BLM / temperature, jnp.maximum(label_BL - min_learners, 0)
@@ -130,9 +133,10 @@ def load_per_image(
   modules: Mapping[str, Learners],
   valid: Valid | None = None,
 ) -> jax.Array:
-  """Returns load_B: each row's fraction of the cost of running all learners.
+  """Returns load_B: the cost of the learners that each row runs.
 
-  Only valid tokens count; the load is 0 for rows without any.
+  It is a fraction of the cost of all learners. Only valid tokens count; rows
+  without any have load 0.
   """
   cost_B, total_cost = 0.0, 0.0
   for name, one_hot_BLM in choices.items():
@@ -153,7 +157,7 @@ def learners_per_image(
   modules: Mapping[str, Learners],
   valid: Valid | None = None,
 ) -> jax.Array:
-  """Returns the fraction of learners that each row runs, ignoring costs."""
+  """Returns each row's fraction of learners that run, whatever their cost."""
   equal = {
     name: dataclasses.replace(m, cost=1.0) for name, m in modules.items()
   }
@@ -165,8 +169,8 @@ def budget_loss(
 ) -> jax.Array:
   """Returns `|mean load - β|`, Eq. 7.
 
-  The mean is over the batch, so that rows may differ. `load_B` is from
-  `load_per_image`, `weight_B` from `row_weights`, and β is the budget.
+  The mean is over the batch, so that a row's load may differ from β, the
+  budget. `load_B` is from `load_per_image`, and `weight_B` from `row_weights`.
   """
   return jnp.abs(jnp.average(load_B, weights=weight_B) - budget)
 
@@ -174,11 +178,11 @@ def budget_loss(
 def entropy_loss(
   choices: Mapping[str, jax.Array], valid: Valid | None = None
 ) -> jax.Array:
-  """Returns the negative entropy of the choices over a row's tokens: Eq. 8.
+  """Returns the negative entropy of the mean choice of a row's tokens: Eq. 8.
 
-  Each module's entropy is divided by the log of its number of choices; the
-  result is the mean over modules and rows. Minimising it spreads a row's
-  choices.
+  Each module's entropy is divided by the log of its number of choices. The
+  result is the mean over modules and rows. Minimising it makes the tokens of a
+  row differ in their choices.
   """
   total = jnp.float32(0.0)
   for name, one_hot_BLM in choices.items():
@@ -204,7 +208,7 @@ def entropy_loss(
 def diversity_loss(
   fraction_B: jax.Array, weight_B: jax.Array | None = None
 ) -> jax.Array:
-  """Returns the negative mean difference of compute between rows: Eq. 10.
+  """Returns the negative mean difference of two rows' computation: Eq. 10.
 
   The paper prints the opposite sign, which would make rows alike. `fraction_B`
   is from `learners_per_image`, since Eq. 10 counts learners whatever their

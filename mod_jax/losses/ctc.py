@@ -31,7 +31,7 @@ def loss(
     label_BU: labels, padded at the end.
     count_B: number of labels.
     blank: label of the blank.
-    weight_B: 0 for rows that only fill a batch; None if there are none.
+    weight_B: 0 for rows that only fill a batch, else 1; None if all count.
   """
   padding_BU = jnp.arange(label_BU.shape[1]) >= count_B[:, None]
   loss_B = optax.ctc_loss(
@@ -53,7 +53,7 @@ def loss(
 
 
 def edits(said: Sequence, heard: Sequence) -> int:
-  """Returns the edit distance: fewest insertions, deletions, substitutions."""
+  """Returns the edit distance, in insertions, deletions and substitutions."""
   row = list(range(len(heard) + 1))
   for i, x in enumerate(said, 1):
     diagonal, row[0] = row[0], i

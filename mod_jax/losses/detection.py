@@ -25,10 +25,10 @@ def corners(box: jax.Array) -> jax.Array:
 
 
 def iou(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns intersection over union, and its generalised form.
+  """Returns the intersection over union of boxes, and its generalised form.
 
-  Rezatofighi et al. 2019; boxes [..., 4] broadcast. The generalised form is
-  -1 to 1, and has a gradient where boxes do not overlap.
+  The shapes [..., 4] are broadcast. The generalised form (Rezatofighi et al.
+  2019) lies between -1 and 1, and has a gradient where boxes do not overlap.
   """
   a, b = corners(a), corners(b)
 
@@ -59,14 +59,14 @@ def match(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the cheapest assignment of targets to different queries.
 
-  The cost of a pair is `5·L1 + 2·(-GIoU) - probability of the class`, without
-  gradient.
+  The cost of a pair is `5·L1 + 2·(-GIoU) - probability of the class`. It has no
+  gradient. There are at most as many targets as queries, T <= Q.
 
   Args:
-    logits_BQV: float32 logits, "no object" last; T is at most Q.
+    logits_BQV: float32 logits of the classes; the last is "no object".
     boxes_BQ4: predicted boxes.
     label_BT: int32 classes; -1 for padding.
-    target_BT4: boxes; any finite numbers at padding.
+    target_BT4: true boxes; any finite numbers at padding.
 
   Returns:
     query_BT: int32 query of each target, all different. Padding gets queries
@@ -99,8 +99,8 @@ class SetLosses:
   """The terms of the loss; each is a mean, as a pair (total, weight).
 
   Attributes:
-    classes: cross-entropy over queries, divided by the sum of their weights.
-    l1: distance of matched boxes, divided by the number of objects.
+    classes: cross-entropy over queries, divided by the sum of class weights.
+    l1: L1 distance of matched boxes, divided by the number of objects.
     giou: 1 - GIoU of matched boxes, divided by the number of objects.
   """
 
@@ -109,7 +109,7 @@ class SetLosses:
   giou: Pair
 
   def weighted(self, class_weight: float = _CLASS) -> list[Pair]:
-    """Returns the pairs to add up, each with its weight in the loss."""
+    """Returns the terms, each total multiplied by the term's loss weight."""
     return [
       (weight * total, count)
       for weight, (total, count) in (
@@ -129,7 +129,7 @@ def set_losses(
 ) -> SetLosses:
   """Returns the losses of predicted sets; arguments are those of `match`.
 
-  `weight_B` is 0 for pictures that do not count.
+  `weight_B` is 0 for pictures that do not count; with None, all count.
   """
   if weight_B is None:
     weight_B = jnp.ones(len(logits_BQV))
@@ -166,7 +166,7 @@ def earlier_losses(
   target_BT4: jax.Array,
   class_weight: float = _CLASS,
 ) -> list[Pair]:
-  """Returns the weighted losses of N earlier decoder layers.
+  """Returns the weighted losses of the N decoder layers before the last.
 
   Each layer has matches of its own; all layers are matched as one batch.
   """

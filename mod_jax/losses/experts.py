@@ -21,11 +21,11 @@ def balance_loss(
   """Returns Σ_x f_x · P_x / t_x, which is 1 if the choices match the targets.
 
   Fedus et al. 2021, Eq. 4, with targets in place of 1/E. f_x is the fraction of
-  choices that were x, before any was dropped, and has no gradient; P_x is the
+  choices that were x, before any was dropped; it has no gradient. P_x is the
   mean probability of x. The product is not a mean over tokens: if a batch is
   processed in parts, each part is balanced separately.
-  `wanted_BLX` is True for the choices that were made; `targets` t_x are the
-  target fractions of all choices.
+  `wanted_BLX` is True for the choices that were made. `targets` are t_x, the
+  wanted fractions of all choices.
   """
   count_X = wanted_BLX.sum(axis=(0, 1), dtype=jnp.float32)
   fraction_X = count_X / jnp.maximum(count_X.sum(), 1)
@@ -50,6 +50,9 @@ def z_loss(logits_BLX: jax.Array, valid_BL: jax.Array) -> Pair:
 
 def load(wanted_BLX: jax.Array, ran_BLE: jax.Array) -> dict[str, Pair]:
   """Returns metrics of how the choices were distributed.
+
+  `wanted_BLX` is True for the choices that were made, and `ran_BLE` for those
+  of them that got a slot of an expert.
 
   Returns:
     Pairs named

@@ -20,7 +20,7 @@ _LOGITS, _TOKENS = 2**22, 2048
 def next_token_loss(
   logits_BLV: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array
 ) -> Pair:
-  """Returns the summed cross-entropy in nats, and the sum of the weights."""
+  """Returns the weighted sum of cross-entropies in nats, and of the weights."""
   nats_BL = optax.softmax_cross_entropy_with_integer_labels(
     logits_BLV.astype(jnp.float32), targets_BL
   )
@@ -38,11 +38,11 @@ def head_loss(
   """Returns `next_token_loss` of the logits x · kernel, computed in chunks.
 
   All logits together would be the largest array of a training step. Each chunk
-  of tokens computes its part of the gradients along with its logits, so that no
+  of tokens computes its part of the gradients along with its logits, hence no
   product is computed twice (as in the fused loss of Hsu et al. 2024, Liger
-  Kernel). Tokens and vocabulary may be sharded.
-  Products are in the dtype of x, sums in float32. `chunk` is the number of
-  tokens per chunk on each device; None chooses it by `_LOGITS` and `_TOKENS`.
+  Kernel). Tokens and vocabulary may be sharded. Factors of products have the
+  dtype of x; sums are float32. `chunk` is the number of tokens per chunk on
+  each device; None chooses it by `_LOGITS` and `_TOKENS`.
   """
   total = _head_loss(chunk, x_BLD, kernel_DV, targets_BL, weights_BL)
   return total, jnp.sum(weights_BL)
@@ -82,9 +82,9 @@ _head_loss.defvjp(_forward, _backward, symbolic_zeros=True)
 def _per_device(chunk, needs, x_BLD, kernel_DV, targets_BL, weights_BL):
   """Returns nats_BL and, optionally, gradients of their weighted sum.
 
-  If `needs` is 'none', there are no gradients; if 'features', dx_BLD; if
-  'both', dx_BLD and dkernel_NDV, which has the part of each of the N devices
-  among which the batch is split.
+  With the `needs` 'none', there are no gradients. With 'features', dx_BLD
+  follows. With 'both', dx_BLD and dkernel_NDV follow; the latter has the part
+  of each of the N devices among which the batch is split.
   """
   token_axes = ('batch', 'length')
   feature_axes = (*token_axes, 'act_embed')

@@ -14,8 +14,8 @@ def choice_bce(
   """Returns the binary cross-entropy of logits against top-k's choice.
 
   It is the auxiliary loss of the router and the loss of the predictor (Raposo
-  et al. 2024, section 3.5), as (sum in nats, number of tokens). Targets get no
-  gradient.
+  et al. 2024, section 3.5). Returns (sum in nats, number of tokens). The choice
+  gets no gradient.
   """
   target_BL = jax.lax.stop_gradient(chosen_BL.astype(jnp.float32))
   nats_BL = optax.sigmoid_binary_cross_entropy(logit_BL, target_BL)
@@ -30,12 +30,12 @@ def path_balance(
 ) -> Pair:
   """Returns the balance loss of the fraction of tokens that enter a block.
 
-  There are two paths, through the block and around it, with the targets
-  t = (c, 1 - c). The loss is `Σ f · P / t`, where f is the fraction of tokens
-  that want a path, before any is dropped and without a gradient, and P its mean
-  probability: 1 if f = P = t. It is the balance loss of experts (Fedus et al.
-  2021, section 2.2) with unequal targets; if all tokens want to enter, or none,
-  its gradient still leads towards the capacity.
+  There are two paths, through the block and around it. Their targets t are the
+  capacity c and 1 - c. The loss is `Σ f · P / t`, which is 1 if f = P = t. f is
+  the fraction of tokens that want a path, before any is dropped; it has no
+  gradient. P is the path's mean probability. This is the balance loss of
+  experts (Fedus et al. 2021, section 2.2) with unequal targets. If all tokens
+  want to enter, or none, its gradient still leads towards the capacity.
   A token with a logit above 0 wants to enter. Returns (loss times the number of
   tokens, number of tokens).
   """
@@ -59,7 +59,7 @@ def choice_agreement(
   chosen_BL: jax.Array,
   valid_BL: jax.Array | None = None,
 ) -> dict[str, Pair]:
-  """Compares a causal rule's decisions with what top-k chose.
+  """Compares a causal rule's decisions to route with what top-k chose.
 
   Accuracy alone is misleading: at capacity c, never routing has accuracy 1 - c.
 

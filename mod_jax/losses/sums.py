@@ -25,7 +25,7 @@ MetricSums = dict[str, Pair | Rows]  # Keyed by the metric's name.
 
 
 def add(a: Mapping[str, Pair], b: Mapping[str, Pair]) -> MetricSums:
-  """Adds pairs and joins `Rows` of the same name; keeps all other values."""
+  """Adds pairs, and joins `Rows`, of the same name; keeps all other values."""
   sums = dict(a)
   for name, value in b.items():
     if name not in sums:
@@ -42,10 +42,8 @@ def sum_of_means(
 ) -> jax.Array:
   """Returns Σ total / weight, the sum of several mean losses.
 
-  Args:
-    pairs: (total, weight) of each loss.
-    weights: weights of the whole batch, to replace the pairs' own weights if
-      the pairs are of a part of the batch.
+  If the pairs are of a part of the batch, `weights` has the weights of the
+  whole batch, which replace the pairs' own.
   """
   if weights is None:
     weights = [weight for _, weight in pairs]
@@ -56,7 +54,7 @@ def sum_of_means(
 
 
 def weighted_sum(value_B: jax.Array, weight_B: jax.Array | None = None) -> Pair:
-  """Returns the weighted sum over rows, and the sum of the weights."""
+  """Returns the weighted sum of the rows, and of the weights; None is all 1."""
   if weight_B is None:
     return jnp.sum(value_B), jnp.float32(value_B.shape[0])
   return jnp.sum(value_B * weight_B), jnp.sum(weight_B)

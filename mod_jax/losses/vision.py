@@ -38,9 +38,9 @@ def multi_label_loss(
 ) -> Pair:
   """Returns the summed binary cross-entropy in nats, and the number of images.
 
-  An image's cross-entropy is the mean over its labels; `target_BV` are the
-  probabilities that they are true. `class_weight_V` are factors on the terms of
-  true labels, as the `pos_weight` of PyTorch's `BCEWithLogitsLoss`.
+  An image's cross-entropy is the mean over its labels. `target_BV` are the
+  probabilities that the labels are true. `class_weight_V` are factors on the
+  terms of true labels, as the `pos_weight` of PyTorch's `BCEWithLogitsLoss`.
   """
   logits_BV = logits_BV.astype(jnp.float32)
   true_BV = target_BV * jax.nn.log_sigmoid(logits_BV)
@@ -56,10 +56,11 @@ def top_k_accuracy(
   k: int,
   weight_B: jax.Array | None = None,
 ) -> Pair:
-  """Returns how many images have their class among the k likeliest.
+  """Returns the number of images that are right, and of all images.
 
-  Of classes that tie, the lower index counts as likelier, so that constant
-  logits score no better than chance.
+  An image is right if its class is among the k likeliest. Of classes that tie,
+  the lower index counts as likelier, so that constant logits score no better
+  than chance.
   """
   label_logit_B1 = jnp.take_along_axis(logits_BV, label_B[:, None], axis=-1)
   is_lower_BV = jnp.arange(logits_BV.shape[-1]) < label_B[:, None]
@@ -76,7 +77,7 @@ def top_k_accuracy(
 def logit_distillation(
   logits_BV: jax.Array, teacher_BV: jax.Array, weight_B: jax.Array | None = None
 ) -> Pair:
-  """Returns KL(teacher ‖ student) in nats, summed, and the sum of the weights.
+  """Returns the summed KL(teacher ‖ student) in nats, and the summed weights.
 
   The logits are of images, or of tokens [B, L, V]. The teacher's logits get no
   gradient.
@@ -91,11 +92,12 @@ def logit_distillation(
 def token_distillation(
   features_BND: jax.Array, teacher_BND: jax.Array, keep_BN: jax.Array
 ) -> Pair:
-  """Returns squared distances of kept patches to the teacher's, and a count.
+  """Returns the summed squared error of kept patches, and their number.
 
   Rao et al. 2021, section 3.4, Eq. 13 as published: the quotient is the mean
-  over kept patches and channels. The patches are outputs of the last norm.
-  `keep_BN` is 1 for kept patches; the decision gets no gradient.
+  over kept patches and channels. `features_BND` and `teacher_BND` are patches
+  after the last norm. `keep_BN` is 1 for kept patches. Neither the teacher nor
+  the decision to keep a patch gets a gradient.
   """
   keep_BN = jax.lax.stop_gradient(keep_BN)
   teacher_BND = jax.lax.stop_gradient(teacher_BND)
@@ -111,9 +113,10 @@ def ratio_loss(
 ) -> Pair:
   """Returns squared errors of the fractions kept, and the number of images.
 
-  Rao et al. 2021, section 3.4, Eq. 15 as published: each image's mean over
-  stages. `targets` are fractions of all patches that remain after each stage.
-  `weight_B` is 0 for padding; None if there is none.
+  Rao et al. 2021, section 3.4, Eq. 15 as published: an image's error is the
+  mean over stages. `keep_SBN` is 1 for patches that remain after a stage, and
+  `targets` has the wanted fraction of all patches for each stage. `weight_B` is
+  0 for images that only pad a batch; None if there are none.
   """
   kept_SB = keep_SBN.mean(axis=-1)
   error_SB = jnp.square(kept_SB - jnp.asarray(targets)[:, None])

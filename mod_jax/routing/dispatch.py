@@ -1,7 +1,8 @@
 """Moves tokens to the experts that they chose, and back.
 
 An assignment is a pair of a token and an expert. Each token has up to J
-assignments, which are ordered by token.
+assignments, which are ordered by token. A slot is the place of one token in an
+expert's batch.
 """
 
 import jax
@@ -13,10 +14,11 @@ def give_slots(
 ) -> jax.Array:
   """Returns slot_BLE, int32: each assignment's slot among all experts' slots.
 
-  Expert e has the slots from `e · slots` on. They are assigned in order of
+  `wanted_BLE` is True for the assignments to make. Each expert has `slots`
+  slots; those of expert e begin at `e · slots`. They are given in order of
   position, so that no token takes the slot of an earlier one. Assignments that
-  are not wanted or get no slot have the index `E · slots`. A row may fill
-  `limit_B` slots of each expert; all by default.
+  are not wanted or get no slot have the index `E · slots`. A row fills at most
+  `limit_B` slots of each expert; with None, it may fill all.
   """
   experts = wanted_BLE.shape[-1]
   rank_BLE = jnp.cumsum(wanted_BLE, axis=1, dtype=jnp.int32) - 1
@@ -30,7 +32,8 @@ def give_slots(
 def inverse(index_BM: jax.Array, size: int) -> jax.Array:
   """Returns inverse_BN, int32: the m for which `index[m]` is n, or M if none.
 
-  N is `size`. Values below N may occur only once in a row; others are ignored.
+  N is `size`. Values below N may occur only once in a row; larger values are
+  ignored.
   """
   count = index_BM.shape[1]
   entry_M = jnp.arange(count, dtype=jnp.int32)
@@ -46,7 +49,7 @@ def inverse(index_BM: jax.Array, size: int) -> jax.Array:
 def take(
   x_BND: jax.Array, index_BM: jax.Array, inverse_BNJ: jax.Array
 ) -> jax.Array:
-  """Returns y_BMD, `y[m] = x[index[m]]`; zeros where the index is N.
+  """Returns y_BMD with `y[m] = x[index[m]]`, or zeros where `index[m]` is N.
 
   Its gradient is also a gather, because a scatter would add row by row. For
   each row n, `inverse_BNJ` has the at most J indices m with `index[m]` = n, and

@@ -1,4 +1,4 @@
-"""Factor on the update of a chosen token, by its router score."""
+"""Gates: factors on the updates of chosen tokens, from their router scores."""
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ GATES = (
 def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
   """Returns the factor on a chosen token's residual update, in float32.
 
-  `raw` is the score itself (Raposo et al. 2024, Eq. 1). `alpha_sigmoid` is
-  alpha · sigmoid, which for alpha = 2 is 1 at score 0; `one_plus_tanh` is near
-  1 for small scores, and so is `alpha_tanh`, 1 + alpha · tanh, of which p-MoD
-  (Zhang et al. 2024) takes alpha = .2. These three suit pretrained weights.
+  `raw` is the score itself (Raposo et al. 2024, Eq. 1), and `none` is 1. Three
+  kinds suit pretrained weights, since they are 1 at score 0: `alpha_sigmoid` is
+  alpha · sigmoid, for alpha = 2; `one_plus_tanh` is 1 + tanh; `alpha_tanh` is
+  1 + alpha · tanh, where p-MoD (Zhang et al. 2024) takes alpha = .2.
   """
   require(kind in GATES, f'one of {", ".join(GATES)}', gate=kind)
   score = score.astype(jnp.float32)

@@ -1,7 +1,7 @@
 """Merging of similar tokens: which are merged, and their means.
 
-A *place map* `place_BL` has for each of L tokens the index of the merged token,
-one of K, that contains it.
+Merging turns L tokens into K. A *place map* `place_BL` says, for each of the L
+tokens, which of the K tokens contains it.
 """
 
 from collections.abc import Iterable
@@ -57,9 +57,10 @@ def match_tokens(metric_BLC: jax.Array, count: int, prefix: int) -> jax.Array:
 def merge_means(
   x_BLD: jax.Array, size_BL: jax.Array, place_BL: jax.Array, left: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns x_BKD, means of tokens weighted by their sizes, and size_BK.
+  """Returns the merged tokens x_BKD and their sizes size_BK, float32.
 
-  `left` is K; each of the K places must hold a token.
+  A merged token is the mean of its tokens, weighted by their sizes. Its size is
+  the sum of these sizes. `left` is K; each of the K places must hold a token.
   """
 
   def total(value_BL):
@@ -74,7 +75,10 @@ def merge_means(
 
 
 def trace(places: Iterable[jax.Array]) -> list[jax.Array]:
-  """Composes place maps; returns the original tokens' places after each one."""
+  """Composes successive place maps (see the module's docstring).
+
+  Returns one map per step: from each original token to its place after it.
+  """
   traced = []
   for place_BL in places:
     if traced:

@@ -1,4 +1,4 @@
-"""Capacity over depth and over training, as functions of layer and step."""
+"""Capacity, the fraction of tokens that a layer routes, by depth and step."""
 
 import math
 
@@ -19,7 +19,8 @@ def layer_capacities(
     decay: ratio of the last routed layer's capacity to the first one's; in
       between, capacities fall geometrically with depth, in the spirit of p-MoD
       (Zhang et al. 2024). Their mean stays `capacity`: layers that would exceed
-      1 have 1, and the others more in return. A decay of 1 is no decay.
+      1 have 1, and in return the other layers have more. It applies to a single
+      fraction only; 1 is no decay.
   """
   if isinstance(capacity, tuple):
     require(
@@ -46,8 +47,9 @@ def layer_capacities(
 def shifted_cosine(num_layers: int) -> tuple[float | None, ...]:
   """Returns each layer's capacity by p-MoD (Zhang et al. 2024); None for dense.
 
-  `½ cos(πl / (L - 1)) + ½` for layer l of L, from 1 at the first to 0 at the
-  last. Layers above .85 are dense, and no capacity is below .15.
+  The formula is `½ cos(πl / (L - 1)) + ½` for layer l of L. It falls from 1 at
+  the first to 0 at the last. Layers for which it is above .85 are dense, and
+  the capacity of all others is at least .15.
   """
   ratios = [
     0.5 * math.cos(math.pi * i / max(1, num_layers - 1)) + 0.5

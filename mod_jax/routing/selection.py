@@ -16,10 +16,11 @@ import mod_jax_kernels
 
 @flax.struct.dataclass
 class Selection:
-  """K slots per sequence, some of which may be empty.
+  """The chosen tokens: K slots per sequence, some of which may be empty.
 
   Attributes:
-    index_BK: int32 positions, ascending and unique in each row.
+    index_BK: int32 positions of tokens, ascending and unique in each row. Empty
+      slots also have one.
     valid_BK: False for empty slots; None if all hold a chosen token.
   """
 
@@ -28,9 +29,10 @@ class Selection:
 
 
 def num_chosen(capacity: float, length: int) -> int:
-  """Returns k = max(1, floor(capacity · L)) for L = `length`.
+  """Returns the number of tokens to choose, k = max(1, floor(capacity · L)).
 
-  The product is first rounded to nine decimals, so that 0.29 · 100 gives 29.
+  L is `length`. The product is first rounded to nine decimals, so that
+  0.29 · 100 gives 29.
   """
   return max(1, int(round(capacity * length, 9)))
 
@@ -38,10 +40,11 @@ def num_chosen(capacity: float, length: int) -> int:
 def for_lengths(
   count: Callable[[int], int], length: int, length_B: jax.Array
 ) -> jax.Array:
-  """Returns count(n) for each row's number of tokens n, at most `length`.
+  """Returns `count` of each row's number of tokens, int32 [B].
 
-  It looks up a table computed in Python, so that float32 rounding cannot make a
-  padded row differ from the same row without padding.
+  `length_B` has these numbers, at most `length`. The results come from a table
+  that Python computes, so that float32 rounding cannot make a padded row differ
+  from the same row without padding.
   """
   return jnp.array([count(n) for n in range(length + 1)])[length_B]
 
@@ -69,10 +72,10 @@ def select_top_k(
   Args:
     score_BL: scores. NaN and -inf count as the lowest finite number: last among
       real tokens, but before padding.
-    k: slots per row, 1 <= k <= L.
-    valid_BL: False for padding.
+    k: slots per row; UserError unless 1 <= k <= L.
+    valid_BL: False for padding; None if there is none.
     count_B: number of the k slots that each row may fill, with its best tokens;
-      None for all.
+      with None, each row may fill all k.
 
   Returns:
     A Selection of k slots. Rows with fewer than k candidates or `count < k`
@@ -109,10 +112,10 @@ def select_top_k(
 def select_decided(
   decided_BL: jax.Array, slots: int, count_B: jax.Array | None = None
 ) -> Selection:
-  """Assigns slots to the tokens that are True, in order of position.
+  """Chooses the tokens that are True, in order of position.
 
-  Later tokens that find no slot are left out, which keeps the choice causal. A
-  row may fill `count_B` of its slots; all by default.
+  Later tokens that find none of the `slots` are left out, which keeps the
+  choice causal. A row may fill `count_B` slots; with None, it may fill all.
   """
   length = decided_BL.shape[-1]
   if count_B is not None:
@@ -155,7 +158,7 @@ def gather_tokens(x_BLD: jax.Array, index_BK: jax.Array) -> jax.Array:
 def scatter_add_tokens(
   x_BLD: jax.Array, index_BK: jax.Array, update_BKD: jax.Array
 ) -> jax.Array:
-  """Adds updates to the tokens at the given ascending, unique positions."""
+  """Returns x with updates added at the given ascending, unique positions."""
   return jax.vmap(lambda x, index, u: x.at[index].add(u, **_SCATTER))(
     x_BLD, index_BK, update_BKD.astype(x_BLD.dtype)
   )

@@ -26,9 +26,10 @@ class MovingThreshold:
     return cls(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32))
 
   def update(self, kth: jax.Array, decay: float) -> 'MovingThreshold':
-    """Returns the average after one more observation.
+    """Returns the average after one more observation, `kth`.
 
-    An observation of +inf, as from a batch of padding only, changes nothing.
+    If any of its elements is +inf, as from a batch of padding only, the average
+    does not change.
     """
     kth = jax.lax.stop_gradient(kth)
     is_finite = jnp.all(kth < jnp.inf)
@@ -46,9 +47,10 @@ class MovingThreshold:
 
 
 def mean_of_rows(kth_B: jax.Array) -> jax.Array:
-  """Returns the mean over rows that are not +inf; +inf if there are none.
+  """Returns the mean of the rows' k-th best scores.
 
-  Rows without real tokens are +inf.
+  Rows of +inf, which have no real tokens, are left out; if all are, the mean is
+  +inf.
   """
   is_finite_B = kth_B < jnp.inf
   count = is_finite_B.sum(axis=0)
