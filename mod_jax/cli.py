@@ -166,7 +166,7 @@ def run(main, argv=None, *, positional=False):
   goes on and writes all files; its further output is lost.
 
   `argv` begins with the program's name; None is `sys.argv`. `main` gets that
-  name and, if `positional`, the positional arguments; others are errors.
+  name and the positional arguments; unless `positional`, these are errors.
   """
 
   def prepared(rest):

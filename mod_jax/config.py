@@ -50,7 +50,7 @@ _NO = object()  # What `_fit` returns for a value that is not allowed.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-  """Bounds of a number, named after comparisons in `operator`; None is none."""
+  """Bounds of a number, each named after the comparison in `operator`."""
 
   gt: float | None = None
   ge: float | None = None
@@ -472,10 +472,7 @@ def from_json(cls, text):
 
 
 def read_literal(text):
-  """Returns the value of a Python literal; of any other text, the text itself.
-
-  Lists become tuples.
-  """
+  """Returns the value of a Python literal, lists as tuples; else the text."""
   try:
     value = ast.literal_eval(text)
     repr(value)  # Fails for hexadecimal integers too long to print.
@@ -573,9 +570,9 @@ def field(instance, path, where='', groups=types.MappingProxyType({})):
 
 
 def walk(instance, prefix=''):
-  """Yields (dotted path, dataclass instance that has it, annotation) of fields.
+  """Yields (dotted path, owner, annotation) of all fields, at any depth.
 
-  All fields at any depth are included. `prefix` is put before each path.
+  The owner is the dataclass instance that has the field.
   """
   for name, hint in annotations(type(instance)).items():
     yield f'{prefix}{name}', instance, hint
@@ -671,10 +668,7 @@ def _join(path, name):
 
 @contextlib.contextmanager
 def inside(where):
-  """Context manager: the messages of UserErrors in its body begin with `where`.
-
-  They are unchanged if `where` is empty.
-  """
+  """Context manager: UserErrors' messages begin with `where`, unless empty."""
   try:
     yield
   except UserError as error:

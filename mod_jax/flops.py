@@ -134,7 +134,7 @@ _WEIGHTS = r'(^|/)(kernel|embedding)$'
 
 
 def _weight_flops(config, length, row) -> dict[str, int]:
-  """Returns the forward FLOPs with a block's matrices, by parameter name."""
+  """Returns FLOPs of products with a block's matrices, by parameter name."""
   inner, i = re.match(_BLOCK, row).groups()
   stack, i, before = config.stack, int(i), 0
   if inner == 'decoder/':  # In a DETR, the encoder's blocks are listed first.

@@ -318,7 +318,7 @@ class _ScaleByNameState(NamedTuple):
 
 
 def _scale_by_name(config) -> optax.GradientTransformation:
-  """Scales each update by its parameter's factor; by 0 before the first step."""
+  """Scales updates by their parameters' factors; by 0 before the first step."""
 
   def init(params):
     del params

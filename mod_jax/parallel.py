@@ -76,10 +76,7 @@ class MeshConfig:
     return tuple(getattr(self, axis) for axis in MESH_AXES)
 
   def sizes(self, num_devices: int) -> tuple[int, ...]:
-    """Returns the sizes of MESH_AXES for `num_devices`, with -1 resolved.
-
-    Raises UserError if they do not fit that number.
-    """
+    """Returns the sizes of MESH_AXES for `num_devices`, or raises UserError."""
     sizes = list(self._sizes)
     product = math.prod(n for n in sizes if n > 0)
     if -1 in sizes and num_devices % product == 0:
@@ -157,10 +154,7 @@ def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:
 
 
 def spec(names: tuple[str | None, ...]) -> PartitionSpec:
-  """Returns the partition spec of an array with these logical axes.
-
-  An axis named None is not split.
-  """
+  """Returns the spec of an array with these logical axes; None is not split."""
   axes = []
   for name in names:
     if name is not None and name not in RULES:

@@ -58,10 +58,7 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
 def ratio_spread(
   seconds: Mapping[str, list[float]], above: str, below: str
 ) -> tuple[float, float, float]:
-  """Returns median, lower and upper quartile of a ratio over the rounds.
-
-  The ratio is the seconds of `above`, divided by those of `below`.
-  """
+  """Returns median, lower and upper quartile, over rounds, of above / below."""
   ratios = np.divide(seconds[above], seconds[below])
   low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
   return middle, low, high

@@ -87,7 +87,10 @@ class AudioDataConfig:
 
 
 def make_vocabulary(config: AudioDataConfig) -> Characters:
-  """Returns the vocabulary, from its file or from the training transcripts."""
+  """Reads the config's vocabulary file; without one, makes a vocabulary.
+
+  It is made of the known words for 'words', else of the training transcripts.
+  """
   if config.vocabulary:
     return Characters.read(config.vocabulary)
   if config.source == 'words':
@@ -106,6 +109,7 @@ class Recordings:
     texts: the transcripts, in the spelling of the vocabulary.
     labels: the labels of each transcript.
     bucket_N: the index of each recording's bucket.
+    longest: number of labels of the longest transcript.
   """
 
   def __init__(
@@ -162,7 +166,7 @@ class Recordings:
     return len(self.texts)
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns a fingerprint of the recordings."""
+    """Returns the fingerprint of a sample of recordings and of all labels."""
     labels = [np.array(labels) for labels in self.labels]
     return fingerprints.of_records(self._waves) | {
       'labels': fingerprints.of_value(labels)
@@ -174,10 +178,11 @@ class Recordings:
     frames: Callable[[Any], Any],
     rng: np.random.Generator | None = None,
   ) -> Batch:
-    """Returns a batch, padded to its largest bucket; -1 is an empty row.
+    """Returns a batch of recordings, padded to the largest of their buckets.
 
-    `frames(samples)` returns the number of frames of a number of samples. `rng`
-    draws the spans of SpecAugment; None is for evaluation.
+    The index -1 gives an empty row. `frames(samples)` returns the number of
+    frames of a number of samples. `rng` draws the spans of SpecAugment; with
+    None, the batch is for evaluation.
     """
     config, size = self._config, len(indices)
     length = config.samples[max(self.bucket_N[i] for i in indices if i >= 0)]
@@ -252,7 +257,7 @@ def _synthetic(config: AudioDataConfig, split: _Split):
 
 
 def _of_folder(config: AudioDataConfig, split: _Split):
-  """Yields name, text, and samples or the UserError about the file."""
+  """Yields name, text, and samples, or in their place the file's UserError."""
   for recording in audio_files.recordings(config.path, split):
     try:
       samples_T, rate = audio_files.read(recording.path, recording.rate)
@@ -304,9 +309,9 @@ def train_iterator(
   shard_index: int = 0,
   shard_count: int = 1,
 ) -> grain.DatasetIterator:
-  """Returns an endless iterator, as `data.images.train_iterator` does.
+  """Returns an endless iterator over this shard's training batches.
 
-  `frames` is as in `Recordings.rows`.
+  It is as in `data.images.train_iterator`, `frames` as in `Recordings.rows`.
   """
   rows = batch_size * shard_count
   batches.require_rows(len(recordings), rows, 'recordings')
@@ -331,8 +336,7 @@ def eval_batches(
 ) -> Iterator[Batch]:
   """Yields this shard's held-out batches, shortest recordings first.
 
-  Over all shards, every recording counts exactly once; or, with `num_batches`,
-  recordings spread over the data fill at most so many batches.
+  `num_batches` is as in `batches.held_out`, `frames` as in `Recordings.rows`.
   """
   order_N = np.argsort(recordings.bucket_N, kind='stable')
   rows = batch_size * shard_count

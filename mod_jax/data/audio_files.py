@@ -95,7 +95,7 @@ def _read_other(path):
 
 
 def resample(samples_T: np.ndarray, rate: int, to: int) -> np.ndarray:
-  """Returns the samples at another rate, by soxr or, without it, by SciPy."""
+  """Returns the samples at the rate `to`; uses SciPy if soxr is missing."""
   if rate == to:
     return samples_T
   try:
@@ -136,9 +136,9 @@ def recordings(
   * `train.jsonl` of objects with `audio`, a path, and `text`, and optionally
     `sampling_rate`.
 
-  Held out are recordings in a list named `eval`, `dev`, `test`, `validation` or
-  `valid`, or in a folder whose name begins with one of these. If there are
-  none, every tenth recording is held out.
+  Recordings are held out if their `tsv` or `jsonl` has the name `eval`, `dev`,
+  `test`, `validation` or `valid`, or if a top folder whose name begins so has
+  their `*.trans.txt`. If there are none, every tenth recording is held out.
   """
   folder = pathlib.Path(folder).expanduser()
   if not folder.is_dir():

@@ -96,9 +96,8 @@ def center_crop(
 ) -> Image.Image:
   """Returns a centred square crop of a resized image, `size` pixels a side.
 
-  The image is resized to `size / fraction` pixels and cropped to `size`, with
-  the same pixels as image processors of Hugging Face transformers. Pixels
-  outside of the image are black.
+  `resize` says which sides are resized to `size / fraction` pixels. The pixels
+  are those of Hugging Face transformers. They are black outside of the image.
   """
   full = max(1, round(size / fraction))
   if resize == 'squash':
@@ -128,7 +127,10 @@ def reduce(image: Image.Image, size: int, *, min_scale: float) -> Image.Image:
 
 
 def _rectangle(rng, sides, scale, aspect, margin=0):
-  """Draws (start, start, length, length) along two sides; None if none fits."""
+  """Draws a part of two `sides`: (start, start, length, length), in pixels.
+
+  Returns None if no draw fits. A length is at most the side less `margin`.
+  """
   for _ in range(_ATTEMPTS):
     area = math.prod(sides) * rng.uniform(*scale)
     ratio = math.exp(rng.uniform(*map(math.log, aspect)))
@@ -150,8 +152,8 @@ def random_resized_crop(
 ) -> Image.Image:
   """Returns a random crop of aspect ratio 3:4 to 4:3, resized to S by S.
 
-  Its area is drawn between `min_scale` and 1 of the image's. If no draw fits,
-  returns the centred square crop (Szegedy et al., 2015).
+  Its area is drawn between `min_scale` and 1 of the image's area. If no draw
+  fits, the crop is the centred square (Szegedy et al., 2015).
   """
   part = _rectangle(rng, image.size, (min_scale, 1), _CROP_ASPECT)
   if part is None:
@@ -239,7 +241,7 @@ def rand_augment(
 ) -> Image.Image:
   """Applies a sequence of random operations (Cubuk et al., 2020).
 
-  They are drawn with replacement, and each is applied with probability 1/2.
+  `OPERATIONS` are drawn with replacement, and applied with probability 1/2.
   """
   names = list(OPERATIONS)
   for _ in range(config.randaugment_ops):
@@ -289,9 +291,9 @@ def normalize(
 def erase(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
   """Returns a copy in which one rectangle is Gaussian noise.
 
-  Its area is 2% to 1/3 of the image's and its aspect ratio 0.3 to 1/0.3 (Zhong
-  et al., 2020). In the rare case that none of ten draws fits, nothing is
-  erased. The image is normalised, float32 [S, S, 3].
+  The rectangle has 2% to 1/3 of the image's area, and an aspect ratio of 0.3 to
+  1/0.3 (Zhong et al., 2020). In the rare case that none of ten draws fits, the
+  image itself is returned. The image is normalised, float32 [S, S, 3].
   """
   sides = image.shape[:2]
   part = _rectangle(rng, sides, _ERASED_AREA, _ERASED_ASPECT, margin=1)
@@ -359,8 +361,8 @@ def soft_labels(label_V: np.ndarray, smoothing: float = 0.0) -> np.ndarray:
 def mixup(batch: dict[str, np.ndarray], weight: float) -> dict[str, np.ndarray]:
   """Blends every image with the preceding one in the batch.
 
-  Each image, and its target, has the given weight, in [0, 1]; the preceding one
-  has the rest.
+  Each image and its target have the given weight, in [0, 1]. The preceding
+  image and its target have 1 - weight.
   """
   kept, added = np.float32(weight), np.float32(1 - weight)
   return {

@@ -50,10 +50,11 @@ def endless(
   shard_index: int = 0,
   shard_count: int = 1,
 ) -> grain.DatasetIterator:
-  """Returns an endless iterator over this shard's batches of `count` rows.
+  """Returns an endless iterator over this shard's batches.
 
-  The global batch is the same for any number of shards, and the first shard
-  gets its first rows. `what` is as in `require_rows`.
+  `make_row(index, rng)` makes a row, for an index below `count`. Rows are
+  reshuffled in every epoch. The global batch is the same for any number of
+  shards; the first shard gets its first rows. `what` is as in `require_rows`.
   """
   require_rows(count, batch_size * shard_count, what)
   dataset = grain.MapDataset.source(range(count)).seed(seed)
@@ -77,9 +78,9 @@ def held_out(
   """Returns this shard's held-out batches, always the same in the same order.
 
   All shards get the same number of batches; the last is padded with rows of
-  weight 0, which `make_row(PADDING)` returns. Over all batches of all shards,
-  each of `count` rows counts exactly once; or, with `num_batches`, rows spread
-  evenly over the held-out data fill at most so many batches per shard.
+  weight 0, which `make_row(PADDING)` returns. Without `num_batches`, each of
+  the `count` rows counts exactly once, over all shards. Otherwise, rows spread
+  evenly over the held-out data fill at most `num_batches` batches per shard.
   """
   indices = eval_indices(
     count, batch_size, num_batches, shard_index, shard_count
@@ -95,9 +96,10 @@ def eval_indices(
   shard_index: int,
   shard_count: int,
 ) -> np.ndarray:
-  """Returns the rows' indices of this shard's held-out batches, in order.
+  """Returns the indices of the rows of this shard's batches, one after another.
 
-  `PADDING` fills the last batch; see `held_out`.
+  `length` is the number of held-out rows. `PADDING` fills the last batch. See
+  `held_out`.
   """
   rows = batch_size * shard_count
   count = length
@@ -113,10 +115,10 @@ def eval_indices(
 
 
 class GlobalRows(grain.MapDataset):
-  """Selects the same `count` rows of every global batch of an endless parent.
+  """Selects, from every global batch of an endless parent, the same rows.
 
-  A global batch has `batch` rows. `start` is the first selected row; -1 is the
-  last row of the batch, after which its first rows follow.
+  A global batch has `batch` rows, of which `count` are selected. `start` is the
+  first of these; -1 is the last row of the batch, followed by its first rows.
   """
 
   def __init__(
@@ -175,7 +177,7 @@ def _finite(dataset: grain.MapDataset, workers: int) -> Iterator[Batch]:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-  """Turns Grain's error about a killed worker process into a UserError."""
+  """Context manager: a worker process that was killed becomes a UserError."""
   try:
     yield
   except RuntimeError as e:

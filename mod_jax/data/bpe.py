@@ -16,7 +16,7 @@ _MAX_BYTES = 2**26
 def open_tokenizer(
   files: Sequence[corpus.TextFile], vocab_size: int, cache_dir: str
 ) -> pathlib.Path:
-  """Returns a `tokenizer.json` learned from files, learning it if not cached.
+  """Returns the path of a `tokenizer.json`; learns it if it is not cached.
 
   It is a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), which
   encodes any text without loss. It depends only on the files and the size; the

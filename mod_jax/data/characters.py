@@ -19,17 +19,16 @@ _BLANKS, _UNKNOWN = ('<pad>', '[PAD]'), ('<unk>', '[UNK]')
 
 @dataclasses.dataclass(frozen=True)
 class Characters:
-  """A vocabulary of characters; `|` is the space, and padding the blank.
+  """A vocabulary of characters and special symbols, in the order of labels.
 
-  Attributes:
-    symbols: the characters and special symbols, in the order of their labels.
+  The symbol `|` is the space, and the symbol of padding is the blank of CTC.
   """
 
   symbols: tuple[str, ...]
 
   @classmethod
   def of_texts(cls, texts: Iterable[str]) -> 'Characters':
-    """Returns the vocabulary of transcripts, in lower case, as for XLS-R."""
+    """Returns the vocabulary of transcripts in lower case, without marks."""
     seen = {x for text in texts for x in _plain(text).lower()}
     seen = sorted(x for x in seen if not _is_mark(x) and not x.isspace())
     return cls((_BLANKS[0], _SPACE, *seen))
@@ -38,7 +37,7 @@ class Characters:
   def read(cls, path: str | os.PathLike) -> 'Characters':
     """Reads a `vocab.json`, an object from symbols to labels.
 
-    If the space is not `|`, the `tokenizer_config.json` beside it names it.
+    The `tokenizer_config.json` beside it names the space, if it is not `|`.
     """
     path = pathlib.Path(path).expanduser()
     if not path.is_file():
@@ -99,10 +98,9 @@ class Characters:
     return ' '.join(text.split())
 
   def encode(self, text: str) -> list[int]:
-    """Returns the labels of a spelled transcript.
+    """Returns the labels of a transcript from `spelled`.
 
-    Raises:
-      ValueError: a character is not in the vocabulary, and it has no `<unk>`.
+    Raises ValueError if the vocabulary has neither a character nor `<unk>`.
     """
     label_of = {symbol: label for label, symbol in enumerate(self.symbols)}
     unknown = self._label(_UNKNOWN)
@@ -121,7 +119,7 @@ class Characters:
   def letter(self, label: int) -> str:
     """Returns a label's character, ' ' for the space, '' for special symbols.
 
-    A model may have more outputs than the vocabulary has labels: '' for these.
+    Also returns '' for outputs of a model beyond the labels of the vocabulary.
     """
     symbol = self.symbols[label] if label < len(self.symbols) else ''
     special = re.fullmatch(r'<.+>|\[.+\]', symbol)

@@ -36,9 +36,9 @@ def box_between(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 class Coco:
   """A split of a data set: random access to pictures and their objects.
 
-  Ids of categories, which may have gaps, are the classes. Crowds, and boxes
-  without an area within the picture, are left out; other boxes are cut off at
-  the picture's edge. Pictures without objects remain.
+  Classes are the ids of categories, which may have gaps. Boxes of crowds, and
+  boxes without an area within the picture, are left out. Other boxes are cut
+  off at the picture's edge. Pictures without objects remain.
 
   Attributes:
     class_names: names by id; '' for ids that no category has.
@@ -47,7 +47,7 @@ class Coco:
   def __init__(self, path: str | os.PathLike, split: str):
     """Reads `annotations/instances_SPLIT.json` of the folder `path`.
 
-    The pictures are in the folder `SPLIT` beside it.
+    The pictures are in the folder `SPLIT` of `path`.
     """
     folder = paths.expand(path)
     self._folder = folder / split
@@ -97,7 +97,7 @@ class Coco:
     return self._pictures[self._ids[index]]['file_name']
 
   def load(self, index: int) -> tuple[Image.Image, Objects]:
-    """Returns a picture as RGB, and its objects."""
+    """Returns a picture, RGB and upright by its EXIF data, and its objects."""
     path = self._folder / self.name(index)
     image = image_folder.decode(os.fspath(path), f'image {str(path)!r}')
     told, objects = self._pictures[self._ids[index]], self._objects[index]

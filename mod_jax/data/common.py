@@ -18,8 +18,8 @@ def check_source(
 ) -> None:
   """Checks the fields of a data config that depend on its `source`.
 
-  `needed` maps a source to the fields that it requires. `own` maps a field that
-  only some sources read to these sources.
+  `needed` maps a source to the fields that must not be empty. `own` maps a
+  field to the only sources with which it may be set. Raises UserError.
   """
   for name in needed.get(config.source, ()):
     if not getattr(config, name):

@@ -62,7 +62,7 @@ class Conversation(NamedTuple):
   objects: tuple[tuple[tuple[float, ...], str], ...] = ()
 
   def pieces(self) -> list[tuple[Kind, str]]:
-    """Returns the text in pieces by kind, in the prompt format of LLaVA 1.5."""
+    """Returns the text as pieces (kind, text) in LLaVA 1.5's prompt format."""
     pieces = []
     for question, answer in self.turns:
       pieces += prompt(question)
@@ -71,7 +71,7 @@ class Conversation(NamedTuple):
 
 
 def prompt(question: str) -> list[tuple[Kind, str]]:
-  """Returns the pieces before an answer."""
+  """Returns a turn's pieces (see `Conversation.pieces`) before the answer."""
   return [
     ('text', 'USER: '),
     ('question', question),
@@ -165,7 +165,7 @@ class ConversationDataConfig:
 
 @functools.lru_cache(maxsize=4)
 def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
-  """Returns a split: a length, `load(i)` (a Conversation), `fingerprint()`."""
+  """Returns a split: a length, `load(i)`, a `Conversation`; `fingerprint()`."""
   if config.source == 'scenes':
     return SceneQuestions(
       config.scenes, config.image_size, split, config.topics
@@ -174,7 +174,7 @@ def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
 
 
 def _at_an_end(wanted, rng, boxes_N4, digits_N, *, axis: int, sign: int):
-  """Asks for the first or the last digit along an axis."""
+  """`_Question.ask` for the first digit along an axis; the last if sign < 0."""
   order_N = np.argsort(sign * boxes_N4[:, axis])
   place_N = boxes_N4[order_N, axis]
   if len(place_N) > 1 and abs(place_N[1] - place_N[0]) < _APART:
@@ -183,13 +183,13 @@ def _at_an_end(wanted, rng, boxes_N4, digits_N, *, axis: int, sign: int):
 
 
 def _count(wanted: int, rng, boxes_N4, digits_N):
-  """Asks for a digit that is in the scene `wanted` times."""
+  """`_Question.ask` for a digit that is in the scene `wanted` times."""
   fits = np.flatnonzero(np.bincount(digits_N, minlength=10) == wanted)
   return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
 
 
 def _presence(wanted: str, rng, boxes_N4, digits_N):
-  """Asks for a digit that is in the scene, or is not."""
+  """`_Question.ask` whether a digit is in the scene; `wanted` is yes or no."""
   there = np.bincount(digits_N, minlength=10) > 0
   fits = np.flatnonzero(there == (wanted == 'yes'))
   return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
@@ -275,7 +275,7 @@ class SceneQuestions:
     }
 
   def question(self, index: int) -> tuple[int, str, str, int]:
-    """Returns index of the scene, question, answer, and index of the topic."""
+    """Returns the scene's index, question, answer, and index into `TOPICS`."""
     rng = np.random.default_rng((*self._key, int(index)))
     for _ in range(_DRAWS):
       topic = self._topics[rng.integers(len(self._topics))]
@@ -376,7 +376,7 @@ def _wrong(file, index: int, what: str) -> errors.UserError:
 
 
 def _checked(file, index: int, images, turns) -> _Example:
-  """Returns an example; refuses wrong paths or placeholders of its pictures."""
+  """Returns an example; UserError if paths or numbers of pictures are wrong."""
   for name in images:
     if isinstance(name, bytes):
       continue

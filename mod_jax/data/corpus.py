@@ -116,9 +116,10 @@ def hold_out(
 ) -> tuple[list[TextFile], list[TextFile]]:
   """Splits whole files into (training, held-out) by a hash of their names.
 
-  Adding or removing other files does not move a file to the other side, unless
-  one side would be empty: of two or more files, at least one is on each side. A
-  single file is for training.
+  `fraction` is the expected part that is held out. Adding or removing other
+  files does not move a file to the other side, unless one side would be empty:
+  of two or more files, each side has one at least. A single file is for
+  training.
   """
   draw_N = np.array([draw(f.name) for f in files])
   held_N = draw_N < fraction
@@ -135,8 +136,9 @@ def hold_out(
 def without_copies(
   files: Sequence[TextFile], others: Sequence[TextFile] | None = None
 ) -> list[TextFile]:
-  """Returns the files without copies of `others` (None: of earlier files).
+  """Returns the files whose content no file of `others` has.
 
+  If `others` is None, of files with equal content the first one is returned.
   Only files of equal size are read.
   """
   sizes = collections.Counter(f.size for f in (*files, *(others or ())))
@@ -172,7 +174,7 @@ def cannot_read(path: str, error: OSError) -> errors.UserError:
 
 
 def listing_digest(files: Sequence[TextFile], salt: str = '') -> str:
-  """Returns a hash of `salt` and of paths, names, sizes and times of files."""
+  """Returns a hash of `salt` and of the fields of files, not of the content."""
   listing = hashlib.sha256(salt.encode())
   for f in files:
     for part in (f.path, f.name, str(f.size), str(f.mtime_ns)):
@@ -181,7 +183,7 @@ def listing_digest(files: Sequence[TextFile], salt: str = '') -> str:
 
 
 def chunks(path: str) -> Iterator[bytes]:
-  """Yields a file's content in pieces of 1 to 2 MiB that end with a line.
+  """Yields a file's content in pieces, up to about 2 MiB, that end with a line.
 
   Pieces of a longer line end with a character of UTF-8.
   """

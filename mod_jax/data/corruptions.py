@@ -35,9 +35,9 @@ def corrupt(
 ) -> np.ndarray:
   """Returns corrupted copies of uint8 RGB images of any size.
 
-  An image's noise depends only on the seed and the image's index; higher
-  severities, up to 5, scale the same noise, and 0 returns the input. Relative
-  strengths refer to the shorter side.
+  The kind 'noise' draws from the seed and the image's index only, so a higher
+  severity scales the same noise. Severities are 1 to 5; 0 returns the input.
+  Where a strength depends on an image's side, the shorter one is meant.
   """
   if severity == 0:
     return images_BHWC

@@ -50,7 +50,10 @@ class DetectionPreprocess:
   def fit(
     self, image: Image.Image, short_side: int | None = None
   ) -> Image.Image:
-    """Returns an RGB picture resized to fit, with its aspect ratio."""
+    """Returns an RGB picture resized to fit `image_size`, its aspect kept.
+
+    `short_side`, if not None, replaces the attribute.
+    """
     short_side = short_side or self.short_side
     sides = image.height, image.width
     low, square = min(sides), len(set(self.image_size)) == 1
@@ -175,7 +178,11 @@ class _SceneObjects:
 
 @functools.lru_cache(maxsize=4)  # Annotations take long to read.
 def open_split(config: DetectionDataConfig, split: Literal['train', 'eval']):
-  """Returns a split: `class_names`, a length, `load(i)`, `fingerprint()`."""
+  """Returns a split: a `Coco`, or scenes with its interface.
+
+  Raises UserError if the splits name a class differently, or if a picture has
+  more objects than `config.most`.
+  """
   if config.source == 'scenes':
     source = _SceneObjects(config, split)
   else:
@@ -201,7 +208,7 @@ def open_split(config: DetectionDataConfig, split: Literal['train', 'eval']):
 def train_iterator(
   config: DetectionDataConfig, **kwargs
 ) -> grain.DatasetIterator:
-  """Returns an endless iterator, as `data.images.train_iterator` does."""
+  """Returns an endless iterator; keywords are those of `batches.endless`."""
   source = open_split(config, 'train')
   make_row = functools.partial(_train_row, config, source)
   return batches.endless(

@@ -34,14 +34,14 @@ class DigitImages:
     return len(self.labels)
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns a fingerprint of the images."""
+    """Returns the fingerprint of images and labels (`data/fingerprint.py`)."""
     return {'content': fingerprints.of_value([self.images, self.labels])}
 
   def name(self, index: int) -> str:
     return f'digit {index}'
 
   def entry(self, index: int) -> tuple[None, Callable[[], Image.Image], int]:
-    """Returns None for a key, a function that returns the image, its label."""
+    """Returns the key None, a function that makes the image, and its label."""
     image = Image.fromarray(self.images[index])
     return None, lambda: image.convert('RGB'), int(self.labels[index])
 

@@ -2,10 +2,9 @@
 
 This is about six times as much text as the standard library alone, on any
 machine that `make` has set up: 201 MB in 14,100 files. Copies are left out.
-Generated files and tables are kept, since they are no larger than good modules,
-and so are four files that are not UTF-8, of 510 bytes in all. Scripts outside
-of the packages' folder (`../../../bin/…`) are left out: pip writes the path of
-this machine's interpreter into them.
+Generated files and tables are kept, as are four short files that are not UTF-8.
+Scripts outside of the packages' folder (`../../../bin/…`) are left out: pip
+writes the path of this machine's interpreter into them.
 """
 
 from collections.abc import Mapping

@@ -26,7 +26,7 @@ _GROUPS = {'train': 'training', 'held_out': 'held-out'}
 
 
 def of_files(files: Sequence[tuple[str, str]]) -> dict[str, Any]:
-  """Returns the fingerprint of files, each a name and a path, in order."""
+  """Returns the fingerprint of (name, path) of files, whose order counts."""
   names = [os.fsencode(name) for name, _ in files]
   # Choose the files whose names have the smallest hashes, at most `_FILES`.
   chosen = sorted(range(len(files)), key=lambda i: _digest(names[i]))[:_FILES]
@@ -71,7 +71,7 @@ def of_records(records: Sequence[Any]) -> dict[str, Any]:
 
 
 def of_value(value: Any) -> str:
-  """Returns a hash of an array or of nested lists and dicts of arrays."""
+  """Returns a hash of an array, a text, or nested lists and dicts of these."""
   hashed = hashlib.sha256()
   _add(hashed, value)
   return hashed.hexdigest()[:16]
@@ -126,7 +126,10 @@ def _named(names, group, what) -> list[str]:
 
 
 def _sample(path: str, limit: int) -> list[Any]:
-  """Returns a file's size, and a hash of `limit` bytes spread over it."""
+  """Returns a file's size, and a hash of about `limit` bytes spread over it.
+
+  A file of at most `limit` bytes is hashed whole.
+  """
   hashed = hashlib.sha256()
   try:
     with open(path, 'rb', buffering=0) as file:

@@ -56,7 +56,7 @@ class Cache:
   def load(
     self, key: Hashable, decode: Callable[[], Image.Image]
   ) -> Image.Image:
-    """Returns a fitted picture; with the key None, it is not kept."""
+    """Returns a fitted picture, and keeps it for later unless `key` is None."""
     if key is None or self.kind == 'none':
       return self.fit(decode())
     about = (_VERSION, pillow_version, self.fit.func.__name__)
@@ -85,7 +85,7 @@ def _unpack(data: bytes) -> Image.Image | None:
 
 
 class _Memory:
-  """Keeps the first pictures, up to a number of bytes."""
+  """Keeps the first pictures that it is given, up to `limit` bytes in all."""
 
   def __init__(self, limit: int):
     self._free, self._kept, self._lock = limit, {}, threading.Lock()
@@ -108,7 +108,7 @@ def _memory(owner: Hashable, limit: int) -> _Memory:
 
 
 class _Disk:
-  """Keeps each picture in a file, while a part of the disk is free."""
+  """Keeps each picture in a file, as long as `_FREE` of the disk is free."""
 
   def __init__(self, directory: str):
     self._directory = directory

@@ -1,9 +1,9 @@
 """Folders of images, one subfolder per class, and decoding by Pillow.
 
 A folder has either `train/CLASS/...` and `eval/CLASS/...` (or val, validation,
-test), or `CLASS/...` directly. In the latter case a part of each class is held
-out, the files whose names have the smallest hashes; at least one image, if the
-class has two or more. Hidden files and files without an image's extension are
+test), or `CLASS/...` directly. Without an evaluation folder, those files of a
+class are held out whose names have the smallest hashes: at least one image, if
+the class has two. Hidden files and files without an image's extension are
 ignored. Images are not compared: of two copies under different names, one may
 be held out and the other trained on, so remove copies first.
 """
@@ -124,7 +124,8 @@ def open_split(
   """Returns the files of the split 'train' or 'eval'.
 
   Checks once per process that files are not empty and begin with a valid header
-  of an image: 'refuse' raises for bad files, 'skip' leaves them out.
+  of an image. For bad files, `unreadable` 'refuse' raises UserError, and 'skip'
+  leaves them out. `eval_fraction` is held out if there is no evaluation folder.
   """
   root, eval_root, classes = _layout(path)
   if split == 'eval' and eval_root is not None:
@@ -161,7 +162,7 @@ def open_split(
 
 
 def _layout(path: str) -> tuple[str, str | None, tuple[str, ...]]:
-  """Returns the training folder, an evaluation folder if any, and classes."""
+  """Returns the training folder, the evaluation folder or None, and classes."""
   paths.require_local(path, 'path')
   root = os.path.abspath(os.path.expanduser(path))
   if not os.path.isdir(root):
@@ -224,7 +225,10 @@ def _list_images(
 
 
 def readable(root: str, names: list[str], unreadable: str) -> np.ndarray:
-  """Returns the indices of the files that begin with an image's header."""
+  """Returns the indices of the files that begin with an image's header.
+
+  Others raise UserError if `unreadable` is 'refuse', else log a warning.
+  """
   chunks = itertools.batched(names, _CHECK_CHUNK)
   with futures.ThreadPoolExecutor(_CHECK_THREADS) as pool:
     faults = pool.map(
@@ -247,7 +251,7 @@ def readable(root: str, names: list[str], unreadable: str) -> np.ndarray:
 
 
 def _walk(root: str, name: str, seen: set[pathlib.Path]):
-  """Yields the names of a class's images; adds to the folders `seen`."""
+  """Yields the names of a class's images; adds entered folders to `seen`."""
 
   def left_out(path, real):
     logging.warning(
@@ -287,7 +291,7 @@ def _reason(error: Exception) -> str:
 
 
 def held_out(names: list[str], labels: np.ndarray, fraction: float):
-  """Returns a mask of the files to hold out, the same fraction of each class.
+  """Returns a mask, bool [N]: about `fraction` of each class is held out.
 
   Adding or removing files affects the split of their own class only.
   """

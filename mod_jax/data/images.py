@@ -90,18 +90,15 @@ class Preprocess:
   def __call__(self, pictures: Iterable[Any]) -> np.ndarray:
     """Returns the input of a batch, float32 [B, S, S, 3].
 
-    Args:
-      pictures: paths, Pillow images, or arrays uint8 [height, width, 3].
-
-    Raises:
-      errors.UserError: an image is none of these or cannot be decoded.
+    Pictures are paths, Pillow images, or arrays uint8 [height, width, 3].
+    Raises UserError for others, and for pictures that cannot be decoded.
     """
     fitted = [np.asarray(self.fit(as_image(picture))) for picture in pictures]
     return augment_lib.normalize(np.stack(fitted), self.mean, self.std)
 
 
 def as_image(picture) -> Image.Image:
-  """Returns a picture as RGB: a path, a Pillow image or an array.
+  """Returns a picture, given as in `Preprocess.__call__`, as RGB.
 
   Files and Pillow images are turned upright, as their EXIF data say.
   """
@@ -254,9 +251,10 @@ def class_names(config: ImageDataConfig) -> tuple[str, ...]:
 def open_split(config: ImageDataConfig, split: Literal['train', 'eval']):
   """Returns the source of a split.
 
-  It has `class_names`, a length, `labels` of all pictures, `fingerprint()`,
-  `name(index)`, and `entry(index)`: a picture's key for a cache (or None), a
-  function that decodes the picture, and its label.
+  The source has `class_names`, a length, `labels` of all pictures,
+  `fingerprint()`, `name(index)` and `entry(index)`. The last returns a
+  picture's key for a cache (or None), a function that decodes the picture, and
+  the picture's label.
   """
   if config.source == 'digits':
     return digits.DigitImages(split)
@@ -279,7 +277,7 @@ def open_split(config: ImageDataConfig, split: Literal['train', 'eval']):
 
 
 def class_weights(config: ImageDataConfig) -> np.ndarray | None:
-  """Returns the factors on the losses of classes, float32 [V], or None."""
+  """Returns factors on the losses of classes, float32 [V], or None if 1."""
   names = class_names(config)
   if config.class_weights is None:
     return None
@@ -314,13 +312,10 @@ def train_iterator(
   Images are reshuffled in every epoch, and the shards together see each image
   once per epoch, unless classes are to be drawn equally often. The batches
   depend only on the data, the config except `workers` and the cache, the seed
-  and the position. A global batch is the same for any number of shards, mixup
-  and cutmix included: it is split evenly, and the first shard gets the first
-  rows.
-
-  `get_state()` is a small JSON-ready dict that is the same on all shards; after
-  `set_state()` the iterator continues with the next batch, also with another
-  number of shards or workers. `close()` ends its threads and processes.
+  and the position. A global batch, mixup and cutmix included, is the same for
+  any number of shards. It is split evenly; the first shard gets the first rows.
+  Another number of shards or workers can continue from the iterator's state,
+  which is the same on all shards (see `batches.Batches`).
   """
   mixes = config.augment.mixup or config.augment.cutmix
   rows = batch_size * shard_count
@@ -472,9 +467,10 @@ def _eval_row(
 
 
 def _members(labels: np.ndarray) -> list[np.ndarray]:
-  """Returns the indices of pictures by class, or by label and without label.
+  """Returns the indices of the pictures of each class.
 
-  Classes and labels without pictures are left out.
+  With a table of labels, each label is such a class, and pictures without a
+  label are another. Classes without pictures are left out.
   """
   if labels.ndim == 1:
     labels = labels[:, None] == np.unique(labels)
@@ -487,9 +483,9 @@ def _members(labels: np.ndarray) -> list[np.ndarray]:
 class _Balanced(grain.MapDataset):
   """Draws from its parent every class equally often, without end.
 
-  Each of V classes comes once in V draws, in a new random order each time; each
-  picture of a class comes once before any comes again. An element depends only
-  on the seed and on its index.
+  In V draws, each of V classes comes once, in a new random order. Each picture
+  of a class comes once before any of them comes again. An element depends only
+  on the seed and on its index. `members` are the result of `_members`.
   """
 
   def __init__(

@@ -32,7 +32,8 @@ def open_split(
 ) -> image_folder.FolderImages:
   """Returns the pictures of 'train' or 'eval'; their labels are bool [N, V].
 
-  The files' headers are checked as in `image_folder.open_split`.
+  `table` is the CSV file's path, from `path` or from /. The pictures' headers
+  are checked as in `image_folder.open_split`.
   """
   paths.require_local(path, 'path')
   root = os.path.abspath(os.path.expanduser(path))
@@ -89,7 +90,7 @@ def _readable(root: str, file: str, modified: int, unreadable: str):
 
 
 def _parse(file: str):
-  """Returns label names, pictures, bool [N, V], and held-out mask or None."""
+  """Returns label and picture names, labels [N, V], held-out mask or None."""
   lines, names, columns = _columns(file)
   splits = columns.pop(_SPLIT, None)
   if splits is not None:
@@ -115,7 +116,7 @@ def _parse(file: str):
 
 
 def _columns(file: str) -> tuple[list[int], list[str], dict[str, list[str]]]:
-  """Returns each row's line number and picture, and other columns by title."""
+  """Returns the rows' line numbers and pictures, and other columns by title."""
   try:
     with open(file, encoding='utf-8-sig', newline='') as text:
       reader = csv.reader(text)

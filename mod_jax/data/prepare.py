@@ -69,9 +69,8 @@ def prepare(
     The corpus's index: for 'train' and 'held_out' the numbers of `tokens`,
     `documents` and `bytes` (of text), and `shards`.
 
-  Raises:
-    errors.UserError: the data cannot be read, `out` cannot be written, or it
-      holds another corpus.
+  Raises UserError if the data cannot be read, if `out` cannot be written, or if
+  it holds another corpus.
   """
   if config.source == 'prepared':
     raise errors.UserError(
@@ -177,7 +176,7 @@ def _splits(config) -> dict[str, str]:
 
 
 def _parts(config, shard_bytes) -> dict[str, list[Part]]:
-  """Returns the parts of each group, which depend only on the corpus."""
+  """Returns the parts of each group, whatever the number of workers."""
   if config.source == 'tfds':
     return {
       group: [
@@ -207,7 +206,7 @@ def _files(files: Sequence[corpus.TextFile]) -> Iterator[Iterator[bytes]]:
 
 
 def _rows(config, files, group: str | None) -> Iterator[list[bytes]]:
-  """Yields rows of tables as documents: of one group, or all if it is None."""
+  """Yields the rows of tables that are in a group, as documents; None: all."""
   for file in files:
     for row in tables.read_column(file.path, config.text_column):
       document = row.encode('utf-8', 'replace')
@@ -264,7 +263,7 @@ _tokenizer = functools.cache(tokenizers.make)
 
 
 def _write_shard(config, job: tuple[str, Part]) -> dict[str, Any]:
-  """Writes a shard unless it exists; returns its counts and hash."""
+  """Writes a shard unless it exists; returns its counts and its SHA-256."""
   path, part = job
   tokenizer = _tokenizer(config.tokenizer, os.path.dirname(path))
   separator = ()

@@ -101,7 +101,7 @@ def of_shards(path: str, names: Iterable[str]) -> dict[str, Any]:
 
 
 def fingerprint(path: str, group: str) -> dict[str, Any]:
-  """Returns a group's fingerprint, after comparing it with the index."""
+  """Returns a group's fingerprint; UserError if it is not the index's."""
   side = _complete_index(path)[group]
   current = of_shards(path, side['shards'])
   changes = fingerprints.differences({group: side['files']}, {group: current})
@@ -161,7 +161,7 @@ class _WholeCheck(threading.Thread):
 
 @functools.cache
 def _begin_check(hashes: tuple[tuple[str, str], ...]) -> _WholeCheck:
-  """Starts a check of shards, once per process."""
+  """Returns the thread that checks these shards; the first call starts it."""
   thread = _WholeCheck(hashes)
   thread.start()
   return thread

@@ -107,7 +107,7 @@ class Scenes:
     return self._count
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns a fingerprint of all scenes."""
+    """Returns the fingerprint of all scenes; see `data/fingerprint.py`."""
     return {
       **{'config': fingerprints.of_value(repr(self._config))},
       **{'size': self._size, 'digits': self._digits.fingerprint()},
@@ -124,7 +124,7 @@ class Scenes:
   def entry(
     self, index: int
   ) -> tuple[Hashable, Callable[[], Image.Image], int]:
-    """Returns a key, a function that paints the picture, and its class."""
+    """Returns the picture's key, a function that paints it, and its class."""
     key = (repr(self._config), self._size, self._split, int(index))
 
     def decode():
@@ -220,7 +220,7 @@ class _Layout(NamedTuple):
 
 
 def _free_corner(places, side, size, rng) -> tuple[int, int] | None:
-  """Returns a random corner where a digit hardly overlaps others, or None."""
+  """Returns a random corner where a digit hardly overlaps `places`, or None."""
   for _ in range(_TRIES):
     x, y = rng.integers(0, size - side, 2, endpoint=True).tolist()
     place = (x, y), side

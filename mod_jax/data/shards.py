@@ -87,7 +87,7 @@ class Shard:
 
 
 class Tokens:
-  """The tokens of several shards, one after another; each opened when read."""
+  """The tokens of several shards, joined; a shard is opened when it is read."""
 
   def __init__(
     self,
@@ -199,7 +199,7 @@ def open_cache(
   """Returns the tokens of files, tokenising them if they are not cached.
 
   The cache is keyed by the files' paths, names, sizes and modification times,
-  and by the tokeniser. Two processes can build it at once.
+  and by the tokeniser. Several processes may build it at the same time.
   """
   key = corpus.listing_digest(files, tokenizer.fingerprint)
   path = os.path.join(cache_dir, f'{key[:32]}.npy')

@@ -53,7 +53,7 @@ def read_column(path: str, column: str) -> Iterator[str]:
 def read_rows(
   path: str | os.PathLike, columns: Sequence[str]
 ) -> tuple[list[str], list[dict[str, Any]]]:
-  """Returns all column names of a Parquet file, and its rows of `columns`."""
+  """Returns a Parquet file's column names and its rows, cut to `columns`."""
   try:
     names = parquet.read_schema(path).names
     wanted = [name for name in columns if name in names]
@@ -70,7 +70,7 @@ def read_rows(
 
 
 def _open(path, column, stack):
-  """Returns a file's schema and record batches; `stack` closes the file."""
+  """Returns a file's schema and batches of rows; `stack` will close the file."""
   if path.endswith('.parquet'):
     schema = parquet.read_schema(path)
     columns = [column] if column in schema.names else []

@@ -184,7 +184,7 @@ def tokenizer_source(config: TextDataConfig) -> tuple[str, str]:
 
 
 def learn_tokenizer(config: TextDataConfig) -> pathlib.Path:
-  """Returns the file of the tokenizer 'bpe', learned if it is not cached."""
+  """Returns the file of the tokenizer 'bpe'; learns it if it is not cached."""
   train, _ = split_files(config)
   return bpe.open_tokenizer(
     train, config.tokenizer_vocab_size, _cache_dir(config)
@@ -192,7 +192,7 @@ def learn_tokenizer(config: TextDataConfig) -> pathlib.Path:
 
 
 def fingerprint(config: TextDataConfig) -> dict[str, Any]:
-  """Returns a fingerprint of the data and the tokeniser."""
+  """Returns the fingerprint of data and tokeniser (`data/fingerprint.py`)."""
   result = {
     'source': config.source,
     'tokenizer': fingerprints.of_value(make_tokenizer(config).fingerprint),
@@ -306,7 +306,7 @@ def num_train_tokens(config: TextDataConfig) -> int:
 def _check_epochs(
   config: TextDataConfig, there: int, num_batches: int, rows: int
 ):
-  """Refuses to take more batches than `config.max_epochs` of `there` tokens."""
+  """Refuses over `max_epochs` epochs of `there` tokens; warns beyond one."""
   needed = num_batches * rows * config.length
   epochs = needed / max(1, there)
   usage = (
@@ -334,7 +334,10 @@ def _only_prepared(config: TextDataConfig) -> errors.UserError:
 def split_files(
   config: TextDataConfig,
 ) -> tuple[list[corpus.TextFile], list[corpus.TextFile]]:
-  """Returns the (training, held-out) files; no content is in both."""
+  """Returns the (training, held-out) files; no content is in both.
+
+  The latter are none if 'huggingface' holds out documents.
+  """
   if config.source == 'tfds':
     raise _only_prepared(config)
   if config.source == 'environment':  # Copies are left out of its list.
@@ -390,7 +393,7 @@ class Windows:
     return self._rows
 
   def empty_row(self) -> dict[str, np.ndarray]:
-    """Returns a row of padding: arrays of a batch without its axis, [L]."""
+    """Returns a row of padding, as `windows[i]` returns a row: arrays [L]."""
     dtypes = {'tokens': np.int32, 'targets': np.int32, 'weights': np.float32}
     if self._segments:
       dtypes['segments'] = np.int32
@@ -425,7 +428,7 @@ def open_stream(
   shard_index: int = 0,
   shard_count: int = 1,
 ) -> shards.Tokens:
-  """Returns all tokens to train on, or those held out.
+  """Returns the tokens of a group; tokenises the files if they are not cached.
 
   Each of `shard_count` hosts verifies its part of prepared files.
   """

@@ -29,7 +29,7 @@ def open_documents(
 
 
 def fingerprint(config: text.TextDataConfig, split: str) -> dict[str, Any]:
-  """Returns a fingerprint of a split."""
+  """Returns a split's fingerprint, from a sample of its records."""
   builder, records = _open(config, split)
   version = {'version': builder.info.full_name, 'split': split}
   return version | fingerprints.of_records(records)

@@ -61,8 +61,7 @@ class Tokenizer(abc.ABC):
     vocab_size: number of ids; every id is in [0, vocab_size).
     eos_id: the id that ends a document, or None.
     bos_id: the id that begins a document, or None.
-    surfaces: the bytes of text that each id stands for, empty for special
-      tokens.
+    surfaces: the bytes of text that each id stands for; b'' for special tokens.
     fingerprint: changes whenever the same text could get other ids.
     token_bytes: int32 [vocab_size], the number of UTF-8 bytes of text that each
       token stands for (0 for special tokens), to convert nats per token to bits
@@ -78,10 +77,7 @@ class Tokenizer(abc.ABC):
     bos_id: int | None,
     fingerprint: str,
   ):
-    """Sets the attributes that all kinds share.
-
-    `names` has the texts by which figures show ids without bytes.
-    """
+    """`names` has the texts by which figures show ids without bytes."""
     self.surfaces = tuple(surfaces)
     self._names = names
     self.vocab_size = len(self.surfaces)
@@ -290,8 +286,7 @@ class HuggingFaceTokenizer(Tokenizer):
   def encode_prompt(self, text: str) -> list[int]:
     """Returns the ids of a prompt for a pretrained model to continue.
 
-    They begin with the special tokens that the tokeniser's template adds, such
-    as BOS.
+    They begin with the special tokens of the tokeniser's template, such as BOS.
     """
     text = text.encode('utf-8', 'replace').decode()
     ids = self._tok.encode(text, add_special_tokens=True).ids
@@ -379,7 +374,10 @@ def _not_a_model(file, what, why) -> errors.UserError:
 
 
 def declared_specials(directory: os.PathLike) -> dict[str, str]:
-  """Returns the special tokens that files in a directory declare, by role."""
+  """Returns the special tokens that a directory's files declare, by role.
+
+  Roles are keys such as `bos_token`, which is '' if a file says there is none.
+  """
   specials = {}
   for name in _DECLARING:
     fields = paths.read_object(epath.Path(directory) / name)

@@ -20,7 +20,7 @@ _LOGITS, _TOKENS = 2**22, 2048
 def next_token_loss(
   logits_BLV: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array
 ) -> Pair:
-  """Returns the weighted sum of cross-entropies in nats, and of the weights."""
+  """Returns the weighted cross-entropy in nats, and the sum of the weights."""
   nats_BL = optax.softmax_cross_entropy_with_integer_labels(
     logits_BLV.astype(jnp.float32), targets_BL
   )
