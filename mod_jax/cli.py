@@ -209,7 +209,7 @@ def run(main, argv=None, *, positional=False):
 
 
 def _prepare_help(module):
-  """Makes --help show a module's flags; and its docstring, if main has none."""
+  """Makes --help show a module's flags, and by default its docstring."""
   started = sys.modules['__main__']
   started.__doc__ = started.__doc__ or module.__doc__
   for source in (module, sys.modules[__name__]):

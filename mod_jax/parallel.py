@@ -247,12 +247,12 @@ def mean_over(x: jax.Array, name: str) -> jax.Array:
 
 
 def sum_over(x: jax.Array, name: str) -> jax.Array:
-  """Returns the sum over the devices that split an axis, as `mean_over`."""
+  """Returns the sum over the devices that split an axis; see `mean_over`."""
   return _over(jax.lax.psum, x, name)
 
 
 def max_over(x: jax.Array, name: str) -> jax.Array:
-  """Returns the maximum over devices that split an axis, as `mean_over`."""
+  """Returns the maximum over devices that split an axis; see `mean_over`."""
   return _over(jax.lax.pmax, x, name)
 
 

@@ -155,8 +155,7 @@ def walk(
 
   Links are followed, but each folder is entered only once: folders whose real
   path is in `seen` are left out, and the real paths of entered folders are
-  added to `seen`. `repeated(path, real_path)` is called for each folder that is
-  left out.
+  added to `seen`. `repeated(path, real_path)` is called for each one left out.
   """
   for folder, inner, files in os.walk(top, followlinks=True):
     children = sorted(name for name in inner if not name.startswith('.'))
@@ -192,7 +191,7 @@ def write_bytes(path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path):
-  """Context manager: yields a binary file, which finally replaces a local one.
+  """Context manager: yields a binary file, which in the end replaces `path`.
 
   If its body fails, the file at `path` is unchanged. Missing directories are
   created.

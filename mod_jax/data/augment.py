@@ -96,8 +96,9 @@ def center_crop(
 ) -> Image.Image:
   """Returns a centred square crop of a resized image, `size` pixels a side.
 
-  `resize` says which sides are resized to `size / fraction` pixels. The pixels
-  are those of Hugging Face transformers. They are black outside of the image.
+  `resize` says which sides are first resized to `size / fraction` pixels. The
+  pixels equal those of Hugging Face's image processors. Pixels outside of the
+  image are black.
   """
   full = max(1, round(size / fraction))
   if resize == 'squash':

@@ -98,8 +98,7 @@ def eval_indices(
 ) -> np.ndarray:
   """Returns the indices of the rows of this shard's batches, one after another.
 
-  `length` is the number of held-out rows. `PADDING` fills the last batch. See
-  `held_out`.
+  `length` counts the held-out rows. `PADDING` fills the last batch.
   """
   rows = batch_size * shard_count
   count = length
@@ -177,7 +176,7 @@ def _finite(dataset: grain.MapDataset, workers: int) -> Iterator[Batch]:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-  """Context manager: a worker process that was killed becomes a UserError."""
+  """Context manager: raises UserError if a worker process has been killed."""
   try:
     yield
   except RuntimeError as e:

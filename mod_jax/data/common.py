@@ -19,7 +19,7 @@ def check_source(
   """Checks the fields of a data config that depend on its `source`.
 
   `needed` maps a source to the fields that must not be empty. `own` maps a
-  field to the only sources with which it may be set. Raises UserError.
+  field to the only sources with which it may be set. Raises UserError if not.
   """
   for name in needed.get(config.source, ()):
     if not getattr(config, name):

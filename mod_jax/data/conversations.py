@@ -165,7 +165,10 @@ class ConversationDataConfig:
 
 @functools.lru_cache(maxsize=4)
 def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
-  """Returns a split: a length, `load(i)`, a `Conversation`; `fingerprint()`."""
+  """Returns a split, which has a length and `fingerprint()`.
+
+  Its `load(index)` returns a `Conversation`.
+  """
   if config.source == 'scenes':
     return SceneQuestions(
       config.scenes, config.image_size, split, config.topics
@@ -173,8 +176,9 @@ def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
   return Examples(config, split)
 
 
+# The next functions are of the kind of `_Question.ask`.
 def _at_an_end(wanted, rng, boxes_N4, digits_N, *, axis: int, sign: int):
-  """`_Question.ask` for the first digit along an axis; the last if sign < 0."""
+  """Asks for the first digit along an axis, or for the last if `sign` is -1."""
   order_N = np.argsort(sign * boxes_N4[:, axis])
   place_N = boxes_N4[order_N, axis]
   if len(place_N) > 1 and abs(place_N[1] - place_N[0]) < _APART:
@@ -183,13 +187,13 @@ def _at_an_end(wanted, rng, boxes_N4, digits_N, *, axis: int, sign: int):
 
 
 def _count(wanted: int, rng, boxes_N4, digits_N):
-  """`_Question.ask` for a digit that is in the scene `wanted` times."""
+  """Asks how often there is a digit that is in the scene `wanted` times."""
   fits = np.flatnonzero(np.bincount(digits_N, minlength=10) == wanted)
   return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None
 
 
 def _presence(wanted: str, rng, boxes_N4, digits_N):
-  """`_Question.ask` whether a digit is in the scene; `wanted` is yes or no."""
+  """Asks whether a digit is in the scene; `wanted` is the answer, yes or no."""
   there = np.bincount(digits_N, minlength=10) > 0
   fits = np.flatnonzero(there == (wanted == 'yes'))
   return (_WORDS[rng.choice(fits)], wanted) if len(fits) else None

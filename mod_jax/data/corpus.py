@@ -116,10 +116,9 @@ def hold_out(
 ) -> tuple[list[TextFile], list[TextFile]]:
   """Splits whole files into (training, held-out) by a hash of their names.
 
-  `fraction` is the expected part that is held out. Adding or removing other
-  files does not move a file to the other side, unless one side would be empty:
-  of two or more files, each side has one at least. A single file is for
-  training.
+  Adding or removing other files does not move a file to the other side, unless
+  one side would be empty: of two or more files, at least one is on each side. A
+  single file is for training.
   """
   draw_N = np.array([draw(f.name) for f in files])
   held_N = draw_N < fraction
@@ -174,7 +173,7 @@ def cannot_read(path: str, error: OSError) -> errors.UserError:
 
 
 def listing_digest(files: Sequence[TextFile], salt: str = '') -> str:
-  """Returns a hash of `salt` and of the fields of files, not of the content."""
+  """Returns a hash of `salt` and of the fields of each `TextFile`."""
   listing = hashlib.sha256(salt.encode())
   for f in files:
     for part in (f.path, f.name, str(f.size), str(f.mtime_ns)):

@@ -26,7 +26,7 @@ _GROUPS = {'train': 'training', 'held_out': 'held-out'}
 
 
 def of_files(files: Sequence[tuple[str, str]]) -> dict[str, Any]:
-  """Returns the fingerprint of (name, path) of files, whose order counts."""
+  """Returns the fingerprint of files, each (name, path); their order counts."""
   names = [os.fsencode(name) for name, _ in files]
   # Choose the files whose names have the smallest hashes, at most `_FILES`.
   chosen = sorted(range(len(files)), key=lambda i: _digest(names[i]))[:_FILES]

@@ -277,7 +277,7 @@ def open_split(config: ImageDataConfig, split: Literal['train', 'eval']):
 
 
 def class_weights(config: ImageDataConfig) -> np.ndarray | None:
-  """Returns factors on the losses of classes, float32 [V], or None if 1."""
+  """Returns the losses' factors by class, float32 [V]; None if none are set."""
   names = class_names(config)
   if config.class_weights is None:
     return None

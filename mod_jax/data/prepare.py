@@ -58,6 +58,9 @@ def prepare(
 ) -> dict[str, Any]:
   """Makes a prepared corpus, or completes one that was begun; see `prepared`.
 
+  Raises UserError if the data cannot be read, if `out` cannot be written, or if
+  it holds another corpus.
+
   Args:
     config: what to read, and the tokenizer.
     out: directory of the corpus.
@@ -68,9 +71,6 @@ def prepare(
   Returns:
     The corpus's index: for 'train' and 'held_out' the numbers of `tokens`,
     `documents` and `bytes` (of text), and `shards`.
-
-  Raises UserError if the data cannot be read, if `out` cannot be written, or if
-  it holds another corpus.
   """
   if config.source == 'prepared':
     raise errors.UserError(
@@ -206,7 +206,7 @@ def _files(files: Sequence[corpus.TextFile]) -> Iterator[Iterator[bytes]]:
 
 
 def _rows(config, files, group: str | None) -> Iterator[list[bytes]]:
-  """Yields the rows of tables that are in a group, as documents; None: all."""
+  """Yields the rows of tables as documents; with a `group`, only its rows."""
   for file in files:
     for row in tables.read_column(file.path, config.text_column):
       document = row.encode('utf-8', 'replace')

@@ -101,7 +101,7 @@ def of_shards(path: str, names: Iterable[str]) -> dict[str, Any]:
 
 
 def fingerprint(path: str, group: str) -> dict[str, Any]:
-  """Returns a group's fingerprint; UserError if it is not the index's."""
+  """Returns a group's fingerprint; UserError if the index has another."""
   side = _complete_index(path)[group]
   current = of_shards(path, side['shards'])
   changes = fingerprints.differences({group: side['files']}, {group: current})

@@ -70,7 +70,7 @@ def read_rows(
 
 
 def _open(path, column, stack):
-  """Returns a file's schema and batches of rows; `stack` will close the file."""
+  """Returns a file's schema and record batches; `stack` closes the file."""
   if path.endswith('.parquet'):
     schema = parquet.read_schema(path)
     columns = [column] if column in schema.names else []

@@ -306,7 +306,10 @@ def num_train_tokens(config: TextDataConfig) -> int:
 def _check_epochs(
   config: TextDataConfig, there: int, num_batches: int, rows: int
 ):
-  """Refuses over `max_epochs` epochs of `there` tokens; warns beyond one."""
+  """Checks how many epochs over `there` tokens the batches take.
+
+  Raises UserError if these are more than `max_epochs`; warns if more than one.
+  """
   needed = num_batches * rows * config.length
   epochs = needed / max(1, there)
   usage = (

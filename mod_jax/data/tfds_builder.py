@@ -96,7 +96,7 @@ def _check_features(at: str, directory: str) -> None:
 def open_split(
   builder: Any, split: str, *, decoders: Any = None
 ) -> Sequence[dict[str, Any]]:
-  """Returns a split's records, with random access; UserError if it cannot."""
+  """Returns the records of a split, with random access, or raises UserError."""
   splits, at = builder.info.splits, builder.info.full_name
   if not splits:
     raise errors.UserError(

@@ -16,9 +16,8 @@ def confusion(label_N, guess_N, num_classes: int) -> np.ndarray:
 def precision_recall(matrix_VV) -> tuple[np.ndarray, np.ndarray]:
   """Returns precision_V and recall_V, given the counts of `confusion`.
 
-  The precision is NaN for classes that are never predicted. The recall is NaN
-  for classes without an image. The mean of the recalls is the balanced
-  accuracy.
+  Classes that are never predicted have precision NaN; classes without an image
+  have recall NaN. The mean of the recalls is the balanced accuracy.
   """
   hits_V = np.diagonal(matrix_VV)
   with np.errstate(invalid='ignore'):

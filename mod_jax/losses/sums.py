@@ -54,7 +54,7 @@ def sum_of_means(
 
 
 def weighted_sum(value_B: jax.Array, weight_B: jax.Array | None = None) -> Pair:
-  """Returns the weighted sum over rows and the sum of weights; None: all 1."""
+  """Returns Σ value · weight over rows and Σ weight; None weighs each row 1."""
   if weight_B is None:
     return jnp.sum(value_B), jnp.float32(value_B.shape[0])
   return jnp.sum(value_B * weight_B), jnp.sum(weight_B)

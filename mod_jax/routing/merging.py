@@ -77,7 +77,7 @@ def merge_means(
 def trace(places: Iterable[jax.Array]) -> list[jax.Array]:
   """Composes successive place maps (see the module's docstring).
 
-  Returns one map per step: from each original token to its place after it.
+  Returns, for each step, the map from the original tokens to their places then.
   """
   traced = []
   for place_BL in places:

@@ -49,8 +49,7 @@ class MovingThreshold:
 def mean_of_rows(kth_B: jax.Array) -> jax.Array:
   """Returns the mean of the rows' k-th best scores.
 
-  Rows of +inf, which have no real tokens, are left out; if all are, the mean is
-  +inf.
+  Rows of +inf, without real tokens, are left out. If all are, returns +inf.
   """
   is_finite_B = kth_B < jnp.inf
   count = is_finite_B.sum(axis=0)
