@@ -364,7 +364,7 @@ def _tuples(value):
 
 
 def _holds_groups(value) -> bool:
-  """Returns whether a value is a tuple with mappings, of dataclasses, in it."""
+  """Returns whether a value is a tuple with a mapping (for a dataclass)."""
   return isinstance(value, tuple) and any(
     isinstance(element, Mapping) for element in value
   )
@@ -649,7 +649,7 @@ def replace(instance, changes, where=''):
 
 
 def diff(a, b):
-  """Returns a line such as `model.width: 128 -> 256` per differing field."""
+  """Returns a line for each field that differs: `model.width: 128 -> 256`."""
   if type(a) is not type(b):
     return [f'{_TYPE_KEY}: {type(a).__name__} -> {type(b).__name__}']
   lines = []

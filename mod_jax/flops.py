@@ -42,7 +42,7 @@ def forward(config, length: Length = None) -> int:
 
 
 def products(parts: Mapping[str, int]) -> int:
-  """Returns the FLOPs of a layer from its parts, excluding norms."""
+  """Returns the FLOPs of a layer's `parts` in all, without those of norms."""
   return sum(count for name, count in parts.items() if name != 'norm')
 
 
@@ -96,7 +96,7 @@ def train(
 
 
 def _saved(config, length, frozen) -> int:
-  """Returns the FLOPs of training that frozen parameters save."""
+  """Returns the FLOPs that a training step saves by frozen parameters."""
   names = trees.flatten(protocol.shapes(config)['params'])
   trained = [name for name in names if not frozen(name)]
   table = _train_table(config, length)

@@ -169,7 +169,7 @@ def spec(names: tuple[str | None, ...]) -> PartitionSpec:
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-  """Returns `x` sharded by its logical axes, `names`; `x` without a mesh."""
+  """Returns `x`, sharded by its logical axes `names` if there is a mesh."""
   if jax.sharding.get_abstract_mesh().empty:
     return x
   return jax.lax.with_sharding_constraint(x, spec(names))

@@ -14,7 +14,7 @@ def csv_text(rows: Iterable[Iterable]) -> str:
 
 
 def csv_of(records: Sequence[Mapping]) -> str:
-  """Returns one or more records as CSV; the header has their common keys."""
+  """Returns records, one or more with the same keys, as CSV with a header."""
   return csv_text([records[0], *(record.values() for record in records)])
 
 

@@ -112,7 +112,7 @@ def resample(samples_T: np.ndarray, rate: int, to: int) -> np.ndarray:
 
 
 def write(path: str | os.PathLike, samples_T: np.ndarray, rate: int) -> None:
-  """Writes samples in [-1, 1] as a 16-bit WAV file."""
+  """Writes samples as a 16-bit WAV file; clips those outside of [-1, 1]."""
   from scipy.io import wavfile  # Imported here, since it takes long.
 
   whole_T = np.clip(np.round(np.asarray(samples_T) * 32767), -32768, 32767)

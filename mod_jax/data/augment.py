@@ -402,7 +402,7 @@ def cutmix(
 def mix(
   batch: dict[str, np.ndarray], rng: np.random.Generator, config: AugmentConfig
 ) -> dict[str, np.ndarray]:
-  """Applies mixup or cutmix to a batch, with one weight, if either is on."""
+  """Applies mixup or cutmix, if on, with one random weight for the batch."""
   if not (config.mixup or config.cutmix):
     return batch
   both = config.mixup and config.cutmix

@@ -58,7 +58,7 @@ def open_tokenizer(
 
 
 def _sample(files: Sequence[corpus.TextFile]) -> Iterator[str]:
-  """Yields about `_MAX_BYTES` of the files' text, in order of hashed names."""
+  """Yields text of the files by hashed name, up to about `_MAX_BYTES`."""
   remaining = _MAX_BYTES
   for file in sorted(files, key=lambda f: corpus.draw(f.name)):
     for chunk in corpus.chunks(file.path):

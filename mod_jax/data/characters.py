@@ -28,7 +28,7 @@ class Characters:
 
   @classmethod
   def of_texts(cls, texts: Iterable[str]) -> 'Characters':
-    """Returns the vocabulary of transcripts in lower case, without marks."""
+    """Returns the lower-case vocabulary of transcripts, without punctuation."""
     seen = {x for text in texts for x in _plain(text).lower()}
     seen = sorted(x for x in seen if not _is_mark(x) and not x.isspace())
     return cls((_BLANKS[0], _SPACE, *seen))

@@ -47,7 +47,7 @@ _warned, _lock = set(), threading.Lock()
 
 
 def warn_once(message: str) -> None:
-  """Logs a warning, only once per process, from whichever thread."""
+  """Logs a warning, unless a thread of this process has logged it before."""
   with _lock:
     if message not in _warned:
       _warned.add(message)

@@ -86,7 +86,7 @@ def _pixelation(image_HWC, level, _):
 
 
 def _averaging(side: int, cells: int) -> np.ndarray:
-  """Returns the matrix [side, side] that averages a line of pixels in cells."""
+  """Returns the matrix [side, side] that averages a line of pixels by cell."""
   # Pillow's box filter would assign each pixel to a single cell, which also
   # shifts the image, by an amount unrelated to the severity.
   pixel_S1 = np.arange(side)[:, None]

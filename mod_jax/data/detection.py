@@ -159,7 +159,7 @@ class DetectionDataConfig:
 
 
 class _SceneObjects:
-  """Scenes with the same interface as `Coco`."""
+  """Scenes, with the part of the interface of `Coco` that batches need."""
 
   def __init__(self, config: DetectionDataConfig, split: str):
     self._scenes = Scenes(config.scenes, config.image_size[0], split)

@@ -46,7 +46,7 @@ _CHECK_CHUNK = 256
 
 
 class UnreadableImageError(errors.UserError):
-  """An image cannot be decoded."""
+  """A UserError about an image that cannot be read or decoded."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -413,7 +413,7 @@ class _Pictures:
       common.warn_once(f'left out: {e}')
 
   def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
-    """Returns a picture to train on, or the next if it is skipped."""
+    """Returns a picture to train on and its label, or the next readable one."""
     for step in range(len(self)):
       loaded = self.load((int(index) + step) % len(self))
       if loaded is not None:

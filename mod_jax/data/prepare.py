@@ -218,7 +218,7 @@ def _rows(config, files, group: str | None) -> Iterator[list[bytes]]:
 
 
 def _records(config, split: str, numbers: range) -> Iterator[list[bytes]]:
-  """Yields records of a TFDS split with these numbers as documents."""
+  """Yields the non-empty records `numbers` of a TFDS split as documents."""
   records = tfds_text.open_documents(config, split)
   for i in numbers:
     if document := _text_of(config, records[i]):
@@ -231,7 +231,7 @@ def _text_of(config, record) -> bytes:
 
 
 def _cut_files(files, shard_bytes) -> list[list[corpus.TextFile]]:
-  """Groups consecutive files; a part ends once it has `shard_bytes`."""
+  """Groups consecutive files; a group ends once it has `shard_bytes`."""
   parts, size = [], shard_bytes
   for file in files:
     if size >= shard_bytes:

@@ -122,7 +122,7 @@ def check(path: str, group: str) -> None:
 
 
 def _hashes(path: str, group: str) -> tuple[tuple[str, str], ...]:
-  """Returns (path, SHA-256) of the shards."""
+  """Returns (path, SHA-256 in the index) of each shard of a group."""
   folder = os.path.expanduser(path)
   return tuple(
     (os.path.join(folder, name), shard['sha256'])

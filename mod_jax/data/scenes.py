@@ -118,7 +118,7 @@ class Scenes:
 
   @functools.cached_property
   def labels(self) -> np.ndarray:
-    """The class of each scene, int32."""
+    """The class of each scene, int32 [N]; draws the layout of all scenes."""
     return np.int32([self._label(self._layout(i)) for i in range(len(self))])
 
   def entry(

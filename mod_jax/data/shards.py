@@ -1,9 +1,9 @@
 """Shards of tokens: made of documents once, and read by ranges.
 
-A shard is a file of two NumPy arrays, one after the other: the tokens of whole
-documents (which is what `np.load(path, mmap_mode='r')` reads), in the smallest
-unsigned type that holds every id, and the int64 index of each document's first
-token.
+A shard is a file of two NumPy arrays, one after the other. The first has the
+tokens of whole documents, in the smallest unsigned type that holds every id;
+`np.load(path, mmap_mode='r')` reads it. The second, int64, has the index of
+each document's first token.
 """
 
 import array
@@ -113,7 +113,7 @@ class Tokens:
 
   @functools.cached_property
   def starts(self) -> np.ndarray:
-    """int64 [documents], index of each document's first token, increasing."""
+    """Index of each document's first token, int64 [documents], ascending."""
     numbers = range(len(self._shards))
     starts = [self._open(i).starts() + self._begins[i] for i in numbers]
     return np.concatenate(starts)

@@ -168,14 +168,14 @@ class TextDataConfig:
 
 
 def make_tokenizer(config: TextDataConfig) -> tokenizers.Tokenizer:
-  """Returns the tokeniser that the config names."""
+  """Returns the config's tokeniser; learns a 'bpe' that is not cached."""
   if config.source == 'prepared':
     return prepared.make_tokenizer(config.path)
   return tokenizers.make(*tokenizer_source(config))
 
 
 def tokenizer_source(config: TextDataConfig) -> tuple[str, str]:
-  """Returns kind and path of a config's tokenizer, for `tokenizers.make`."""
+  """Returns a tokenizer's kind and path for `tokenizers.make`; may learn it."""
   if config.source == 'prepared':
     return prepared.tokenizer_kind(config.path), config.path
   if config.learns_tokenizer:

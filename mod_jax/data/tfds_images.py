@@ -23,7 +23,7 @@ class TfdsImages:
   """
 
   def __init__(self, name: str, split: str, *, data_dir: str | None = None):
-    """Opens a split such as 'train' or 'train[:1%]'; UserError if it cannot."""
+    """Opens a split such as 'train[:1%]'; raises UserError if it cannot."""
     # Imported here, since it is slow to import and other data do not need it.
     import tensorflow_datasets as tfds
 

@@ -294,7 +294,7 @@ class HuggingFaceTokenizer(Tokenizer):
     return ids[:-1] if ids[-1:] == [self.eos_id] else ids
 
   def encode_chat(self, text: str) -> list[int]:
-    """Returns the ids of a rendered chat; special tokens in it are encoded."""
+    """Returns the ids of a rendered chat; text may spell special tokens."""
     text = text.encode('utf-8', 'replace').decode()
     return self._of_chats.encode(text, add_special_tokens=False).ids
 

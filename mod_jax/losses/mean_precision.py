@@ -53,7 +53,7 @@ def average_precisions(
 
 
 def _hits(box_N4, real_T4) -> np.ndarray:
-  """Returns hit_NJ: whether box n, best first, finds a true box still free."""
+  """Returns hit_NJ: whether box n, best first, finds a new true box."""
   hit_NJ = np.zeros((len(box_N4), len(THRESHOLDS)), bool)
   if not len(box_N4) or not len(real_T4):
     return hit_NJ

@@ -32,7 +32,7 @@ def give_slots(
 def inverse(index_BM: jax.Array, size: int) -> jax.Array:
   """Returns inverse_BN, int32: the m for which `index[m]` is n, or M if none.
 
-  N is `size`. Values below N may occur only once in a row; values from N on are ignored.
+  N is `size`. A value below N occurs at most once in a row; N is ignored.
   """
   count = index_BM.shape[1]
   entry_M = jnp.arange(count, dtype=jnp.int32)
