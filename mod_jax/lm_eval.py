@@ -67,7 +67,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
-    """Id of the token before a text without context: begin-of-text, else end."""
+    """Id before a text without context: begin-of-text, or else end-of-text."""
     begin = self.tokenizer.bos_id
     return self.eot_token_id if begin is None else begin
 

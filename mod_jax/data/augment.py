@@ -242,7 +242,7 @@ def rand_augment(
 ) -> Image.Image:
   """Applies a sequence of random operations (Cubuk et al., 2020).
 
-  `OPERATIONS` are drawn with replacement, and applied with probability 1/2.
+  Each is drawn from all of `OPERATIONS`, and applied with probability 1/2.
   """
   names = list(OPERATIONS)
   for _ in range(config.randaugment_ops):
@@ -271,7 +271,7 @@ def color_jitter(
 ) -> Image.Image:
   """Changes brightness, contrast and saturation, in random order.
 
-  Each is multiplied by a number between 1 - most and 1 + most.
+  Each of these is multiplied by a random number from 1 - most to 1 + most.
   """
   kinds = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
   for i in rng.permutation(len(kinds)):

@@ -251,8 +251,9 @@ _ASKED: dict[Topic, _Question] = {
 class SceneQuestions:
   """Questions about scenes, with random access.
 
-  An answer is drawn first, then a scene that has it. So all answers to a
-  question are equally frequent, and none can be guessed without the picture.
+  For all topics but 'digits', an answer is drawn first, then a scene that has
+  that answer. So all answers to a question are equally frequent, and none can
+  be guessed without the picture.
   """
 
   def __init__(

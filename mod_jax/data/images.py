@@ -366,7 +366,7 @@ def eval_batches(config: ImageDataConfig, **kwargs) -> Iterator[batches.Batch]:
 def denormalize(config, image: Any) -> np.ndarray:
   """Returns images of a batch, [..., 3], as uint8 for display.
 
-  `config` has the `mean` and `std` by which they were normalised.
+  `config` has the `mean` and `std` by which the images were normalised.
   """
   scaled = np.asarray(image, np.float32) * np.float32(config.std)
   scaled = 255 * (scaled + np.float32(config.mean))

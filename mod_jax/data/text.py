@@ -339,7 +339,7 @@ def split_files(
 ) -> tuple[list[corpus.TextFile], list[corpus.TextFile]]:
   """Returns the (training, held-out) files; no content is in both.
 
-  The latter are none if 'huggingface' holds out documents.
+  No file is held out if 'huggingface' holds out documents instead.
   """
   if config.source == 'tfds':
     raise _only_prepared(config)
