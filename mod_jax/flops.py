@@ -103,8 +103,8 @@ def _saved(config, length, frozen) -> int:
   table = [(row.split()[0], parts) for row, parts in table]
   starts = {row: config.row_prefixes(row) for row, _ in table}
   known = tuple(start for row in starts.values() for start in row)
-  # Gradients pass through a row of the table if parameters in it, or in a row
-  # before it, are trained. Parameters that are in no row come before all rows.
+  # Gradients pass through a row of the table if that row or an earlier one has
+  # trained parameters. Parameters of no row count as if before the first one.
   before = any(not name.startswith(known) for name in trained)
   saved = 0
   for row, parts in table:

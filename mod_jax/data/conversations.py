@@ -178,11 +178,14 @@ def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
 
 # The next functions are of the kind of `_Question.ask`.
 def _at_an_end(wanted, rng, boxes_N4, digits_N, *, axis: int, sign: int):
-  """Asks for the first digit along an axis, or for the last if `sign` is -1."""
+  """Returns '' and the first digit along an axis (if `sign` is -1, the last).
+
+  Returns None if two digits are too close to say which is first.
+  """
   order_N = np.argsort(sign * boxes_N4[:, axis])
   place_N = boxes_N4[order_N, axis]
   if len(place_N) > 1 and abs(place_N[1] - place_N[0]) < _APART:
-    return None  # The two digits are too close to say which is first.
+    return None
   return '', int(digits_N[order_N[0]])
 
 
@@ -234,7 +237,6 @@ def _of_an_end(question: str, axis: int, sign: int) -> _Question:
   return _Question(question, (*range(10),), ask)
 
 
-# Sums are drawn from the range that is common in scenes of two to four digits.
 _ASKED: dict[Topic, _Question] = {
   'leftmost': _of_an_end('Which digit is leftmost?', 0, 1),
   'rightmost': _of_an_end('Which digit is rightmost?', 0, -1),
@@ -242,6 +244,7 @@ _ASKED: dict[Topic, _Question] = {
   'lowest': _of_an_end('Which digit is lowest?', 1, -1),
   'count': _Question('How often is there a {}?', (0, 1, 2), _count),
   'presence': _Question('Is there a {}?', ('yes', 'no'), _presence),
+  # These sums are common in scenes of two to four digits.
   'sum': _Question('What is the sum?', (*range(6, 22),), _sum),
   # The answer has the digits from left to right.
   'digits': _Question('Which digits are there?', None, _all),

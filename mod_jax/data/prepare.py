@@ -4,9 +4,10 @@
     --config.source=files --config.files='text/**/*.txt'
 
 `--config.FIELD=VALUE` sets a field of a `text.TextDataConfig`. A corpus is cut
-into parts, whose number depends only on the corpus's size; each part becomes a
-shard, written atomically, so the same command continues if interrupted. Runs
-read the result by `--config.data.source=prepared --config.data.path=corpus`.
+into parts, whose number depends only on its size and on --shard_mb. Each part
+becomes a shard, written atomically, so the same command continues if
+interrupted. Runs read the result by `--config.data.source=prepared
+--config.data.path=corpus`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -339,11 +339,12 @@ class ExpertMLP(nn.Module):
     return jnp.stack(chosen, axis=2)
 
   def _shared(self, weight_BLX, wanted_BLX):
-    """Returns the gate's weights, divided by their sum over a token's choices.
+    """Divides a token's weights by the sum of the weights that it chose.
 
-    Two cases leave the weights unchanged. With no-ops, the probability of a
-    no-op that is not chosen would cancel, and get no gradient. With a single
-    choice per token, all weights would be the constant 1.
+    In two cases the weights are returned as they are. With no-ops, the division
+    would cancel the probability of a no-op that the token did not choose, which
+    would then get no gradient. With a single choice per token, every chosen
+    weight would be 1.
     """
     config = self.config.experts
     if config.per_token == 1 or config.num_nulls:

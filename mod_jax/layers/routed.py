@@ -383,8 +383,9 @@ class Layer(nn.Module):
       chosen_BL = requested_BL
       if own is not None or cache.entered_BS is not None:
         chosen_BL = cache.room(requested_BL)
-      # Skip rows without a chosen token, unless masking them is cheaper
-      # (`takes_all_rows`) or nearly every row has one (long inputs, `kinds`).
+      # Skip the sequences of the batch that have no chosen token, unless
+      # `takes_all_rows` finds that masking them is cheaper, or nearly every
+      # sequence has a chosen token, as in long inputs or with `kinds`.
       share, batch = self._share_of_rows(length), len(x_BLD)
       masked = mode.takes_all_rows(share, batch)
       if length <= _SHORT and not masked and not by_kind:

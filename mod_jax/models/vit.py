@@ -333,7 +333,7 @@ class ViT(nn.Module):
       self.head_tokens = head()
 
   def __call__(self, images_BHWC: jax.Array) -> ViTOutput:
-    """Returns logits, features and each layer's aux.
+    """Returns logits, the tokens after the last norm, and each layer's `aux`.
 
     `images_BHWC` are normalised, of the config's size and three channels.
     """

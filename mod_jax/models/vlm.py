@@ -45,8 +45,9 @@ P_MOD = MoDConfig(
 # γ-MoD (Luo et al. 2024), for the layers of `gamma_layers` or any others.
 GAMMA_MOD = MoDConfig(
   capacity=0.5,
-  # Questions and answers always enter. The released code instead assumes that
-  # the first 1,059 positions are the image and the instructions.
+  # Blocks choose among the tokens of the image and of the text around the
+  # questions, and always process questions and answers. The released code
+  # instead assumes that the first 1,059 positions are image and instructions.
   kinds=('image', 'text'),
   # The paper's softmax of two logits is the sigmoid of their difference.
   gate='sigmoid',

@@ -263,7 +263,7 @@ def _config(instance) -> dict[str, Any]:
 
 
 def _local(value):
-  """Returns a JSON value with absolute paths reduced to their last part."""
+  """Returns a JSON value, with only the last part of absolute paths in it."""
   if isinstance(value, dict):
     return {name: _local(x) for name, x in value.items()}
   if isinstance(value, list):

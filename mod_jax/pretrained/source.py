@@ -58,7 +58,8 @@ NAMES = {
   VLMConfig: 'a model that sees and reads',
   Wav2Vec2Config: 'a model of speech',
 }
-# Preprocessing of most published models, for weights without such metadata.
+# Preprocessing of most published models. It is assumed for weights if no file
+# beside them has these values.
 _IMAGENET = {
   'mean': (0.485, 0.456, 0.406),
   'std': (0.229, 0.224, 0.225),

@@ -63,8 +63,8 @@ class Proof:
   fits: bool  # Whether the step compiled within that memory.
   # FLOPs of a step on all chips, as counted by `mod_jax.flops`.
   model_flops: float
-  # FLOPs that a chip's program spends on what `model_flops` counts: without
-  # recomputation, and attention over causal pairs only.
+  # FLOPs of a chip's program for the work that `model_flops` counts, which has
+  # no recomputation, and only the causal pairs of attention.
   products: float = 0.0
   # The chip's other FLOPs: rematerialisation, and recomputation and masked
   # pairs in the attention kernel.

@@ -42,7 +42,7 @@ class Draft(config_lib.Validated):
   layers: config_lib.Size | None = None
 
   def mode(self, mode: RoutingMode) -> RoutingMode:
-    """Returns the draft's routing mode, given the model's."""
+    """Returns `mode`, with the rule `never` if the draft is of that kind."""
     if self.kind == 'never':
       return dataclasses.replace(mode, rule='never')
     return mode

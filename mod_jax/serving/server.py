@@ -411,8 +411,8 @@ class _Server:
   async def _submit(self, asked, stack) -> asyncio.Queue:
     """Submits all (prompt, settings) pairs, and returns the queue of events.
 
-    Raises the error if the engine refuses a pair. Closing `stack` cancels the
-    requests that have not ended.
+    Raises UserError or _Refused if the engine refuses a pair. When `stack`
+    closes, it cancels the requests that have not ended.
     """
     loop, events = asyncio.get_running_loop(), asyncio.Queue()
 

@@ -117,7 +117,10 @@ def _one_true(classes, label_N, logits_NV):
 
 
 def _many_true(classes, label_NV, logits_NV):
-  """Returns what `_one_true` does, for several labels; no files, no figures."""
+  """Returns the same as `_one_true`, for images that may have several labels.
+
+  There are no files and no figures: these two dictionaries are empty.
+  """
   ap_V = classification.average_precision(label_NV, logits_NV)
   true_NV, guess_NV = label_NV > 0, logits_NV > 0
   rows = []

@@ -49,9 +49,9 @@ def decoding(task, params, model_state) -> Study:
 def silence(task, params, model_state) -> Study:
   """Measures how many learners run on frames of silence and of speech.
 
-  A frame is silent if the samples in the receptive field of its convolutions
-  have less than a hundredth of the recording's mean power. The transformer
-  blocks also attend to other frames.
+  A frame of the encoder is silent if the samples that the convolutions read for
+  the frame have less than a hundredth of the recording's mean power. Only these
+  samples count, although the transformer blocks also attend to other frames.
   """
   model = task.config.model
   num_learners = model.adaptive.num_learners

@@ -241,7 +241,7 @@ class Adaptive(Plain):
     }
 
   def _whole(self, choices) -> float:
-    """Returns what all learners of the modules in `choices` cost per token."""
+    """Returns the cost per token if all learners of these modules run."""
     reached = [self.learners[name] for name in choices]
     return sum(learners.cost * learners.max for learners in reached)
 

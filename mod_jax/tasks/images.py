@@ -345,9 +345,9 @@ class Images(Vision):
   def _draw_attention(self, image_HWC, intermediates, places):
     model = self.config.model
     routed = model.routed_blocks
-    # Draw the attention of the dense blocks just before routed blocks, which
-    # may choose tokens by it; if there are none, that of a few dense blocks.
-    # Attention in a routed block would lack most tokens.
+    # Draw the attention of the dense blocks just before routed blocks, since a
+    # routed block may choose its tokens by that attention. Without such blocks,
+    # draw a few dense ones. The attention of routed blocks lacks most tokens.
     dense = [i for i in range(model.num_layers) if i not in routed]
     layers = [i for i in dense if i + 1 in routed]
     if not layers:

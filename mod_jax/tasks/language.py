@@ -56,8 +56,8 @@ class Language(Modality):
     data = self.config.data
     if not data.learns_tokenizer:
       return data
-    # `kept` also looks at `init`, since the weights there need the tokenizer
-    # that they were trained with.
+    # `kept` looks in this run first, then in the run at `init`, whose weights
+    # need the tokenizer that they were trained with.
     path = self.kept(_TOKENIZER, self._workdir) or text.learn_tokenizer(data)
     return dataclasses.replace(
       data, tokenizer='huggingface', tokenizer_path=str(path)

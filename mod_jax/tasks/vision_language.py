@@ -473,7 +473,8 @@ class VisionLanguage(Modality):
       return
     source = self.split('eval')
     asked = [source.load(i) for i in range(min(_SHOWN, len(source)))]
-    # Ask the first question of each conversation, with its own pictures only.
+    # Ask the first question of each conversation, and show only the pictures
+    # that this question refers to.
     questions = [x.turns[0][0] for x in asked]
     pictures = [
       x.pictures[: question.count(data_lib.IMAGE)]

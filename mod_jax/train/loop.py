@@ -202,8 +202,8 @@ def build(
     )
     shapes = modality.batch_shapes()
     if shapes is not None and not saved:
-      # Some errors only show when the step is traced. The trace is cached, so
-      # that the first step does not repeat it.
+      # Trace the first step before anything is written, since some errors only
+      # show in tracing. JAX caches the trace, which is not repeated later.
       first_step = compiled_step(static_args=task.static_args(0))
       first_step.trace(abstract, parallel.abstract_batch(shapes, mesh), teacher)
     frozen = None

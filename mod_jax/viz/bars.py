@@ -246,7 +246,7 @@ def _sorted_errors(distance_KT) -> np.ndarray:
 
 
 def _draw_bars(axes, values, texts):
-  """Draws horizontal bars from 0, the first at the top, and their numbers."""
+  """Draws horizontal bars from 0, the first at the top, labelled by `texts`."""
   bars = axes.barh(range(len(values)), values, height=0.68, color=style.CHOSEN)
   look = {'fontsize': 7.5, 'color': style.INK, 'gid': 'value'}
   axes.bar_label(bars, texts, padding=3, **look)

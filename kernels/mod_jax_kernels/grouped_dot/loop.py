@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 
-# Maximum number of rows of a block. Each block reads its group's matrix, which
-# takes longer than the product if the block has few rows.
+# Maximum number of rows of a block. Smaller blocks would be slower, since every
+# block reads its group's matrix, which takes longer than a product of few rows.
 _BLOCK = 256
 
 

@@ -268,7 +268,7 @@ def _iota(length, axis):
 
 
 def _logits(q_QW, k_KW, h, heads, seen_KQ):
-  """Returns a head's logits before they are scaled."""
+  """Returns logits of head `h`, not scaled; hidden pairs have `_LOWEST`."""
   logit_KQ = product(_of_head(h, heads, k_KW), q_QW, (1, 1))
   return logit_KQ if seen_KQ is None else jnp.where(seen_KQ, logit_KQ, _LOWEST)
 
