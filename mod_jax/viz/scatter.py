@@ -214,8 +214,9 @@ def isoflop(
   """Draws losses over sizes, and over the FLOPs of a forward pass.
 
   A dot is a run: its colour is that of the group, its marker that of the
-  budget. A line is a fitted parabola. A ring marks its minimum, with lines for
-  the intervals of both coordinates. After Figure 4 of Raposo et al. 2024.
+  budget. A line is a fitted parabola, and a ring marks its minimum, with lines
+  for the intervals of both coordinates. Without a minimum, a dashed line joins
+  the mean losses of sizes. After Figure 4 of Raposo et al. 2024.
 
   A curve has `group`, `budget`, and the `params` and `loss` of its runs. If
   there is a best dense model, the curve also has `flops`: the FLOPs of the
@@ -232,7 +233,7 @@ def isoflop(
   body, panels = style.panels(
     title,
     'A dot is a run; a line is the parabola through those of one budget, and'
-    ' its ring the least loss, with 90% intervals.',
+    ' its ring the least loss, with 90% intervals; dashed: means of sizes.',
     1 + relative if curves else 0,
     lines=len(groups) + len(budgets),
     # The legend stands outside, where it hides no point.
@@ -280,6 +281,10 @@ def _draw_curve(axes, curve, color, marker, prefix, x_I):
   runs = {'ls': '', 'ms': 4, 'alpha': 0.55, 'mew': 0, 'gid': 'run'}
   axes.plot(x_I, curve['loss'], color=color, marker=marker, **runs)
   if 'line' not in curve or (prefix and 'flops_line' not in curve):
+    x_I, loss_I = np.asarray(x_I), np.asarray(curve['loss'])
+    sizes = np.unique(x_I)
+    means = [loss_I[x_I == x].mean() for x in sizes]
+    axes.plot(sizes, means, color=color, lw=1.2, ls='--', gid='means')
     return
   line_x, line_y = curve['line']
   (x, y), (span_x, span_y) = curve['minimum'], curve['interval']

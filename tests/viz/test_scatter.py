@@ -45,6 +45,13 @@ def models():
   ]
 
 
+def test_sizes_without_a_minimum_are_joined_by_their_means(seen):
+  runs = {'params': [1e5, 2e5, 1e5], 'loss': [3.2, 2.9, 3.0]}
+  figure = viz.isoflop([{'group': 'dense', 'budget': 1e13, **runs}])
+  drawn = seen.mark(figure.axes[0], 'means').get_xydata()
+  np.testing.assert_allclose(drawn, [(1e5, 3.1), (2e5, 2.9)])
+
+
 class TestAccuracyFlops:
   def test_a_sorted_line_per_group(self, seen):
     points = [*models(), {'flops': 5, 'accuracy': 0.5, 'group': '_x'}]
