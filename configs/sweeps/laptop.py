@@ -146,6 +146,15 @@ def rows_of_128() -> SweepConfig:
         dataclasses.replace(
           MOD, routing=routing, shapes=shapes(8, 96, 112, 144), budgets=(1,)
         ),
+        # Added after the others, whose largest size was the best one.
+        dataclasses.replace(
+          MOD,
+          name='mod_larger',
+          routing=routing,
+          shapes=shapes(8, 176),
+          num_sizes=1,
+          budgets=(1,),
+        ),
       ),
     },
   )

@@ -6,7 +6,7 @@ from machine import markdown
 import numpy as np
 import study_tables
 
-from mod_jax.sweeps import fit
+from mod_jax.sweeps import fit, optimum
 from table_parts.common import ROOT, read_csv, table
 
 FOLDER = 'isoflop_laptop'
@@ -175,59 +175,86 @@ _LOSSES = {
 }
 
 
-def rows_of_128() -> list[dict[str, str]]:
-  """Returns the runs in rows of 128 tokens, with those of the copying study."""
+def rows_of_128() -> dict[tuple[str, str, str], list[dict[str, str]]]:
+  """Returns the runs in rows of 128 by budget, group and width.
+
+  Those of the higher budget also have the losses of the copying study.
+  """
   copying = {run['id']: run for run in read_csv(f'{ROWS_OF_128}/copying.csv')}
-  return [
-    run | copying[run['id']] for run in read_csv(f'{ROWS_OF_128}/isoflop.csv')
-  ]
+  sizes = {}
+  for run in read_csv(f'{ROWS_OF_128}/isoflop.csv'):
+    key = run['budget'], run['group'], run['width']
+    sizes.setdefault(key, []).append(run | copying.get(run['id'], {}))
+  return sizes
 
 
 @table
 def laptop_rows_of_128():
   """Losses of each size in rows of 128 tokens."""
-  sizes = {}
-  for run in rows_of_128():
-    key = flops_budget({'budget': float(run['budget'])}), run['group']
-    losses = {loss: float(run[loss]) for loss in _LOSSES}
-    sizes.setdefault((*key, run['width']), []).append(losses)
   rows = [
-    [*size, str(len(runs))]
-    + [study_tables.over_seeds(runs, loss) for loss in _LOSSES]
-    for size, runs in sizes.items()
+    [
+      flops_budget({'budget': float(budget)}),
+      f'{group}, width {width}',
+      str(len(runs)),
+      *(
+        study_tables.over_seeds(
+          [{loss: float(run[loss])} for run in runs if loss in run], loss
+        )
+        for loss in _LOSSES
+      ),
+    ]
+    for (budget, group, width), runs in rows_of_128().items()
   ]
-  header = ['budget', 'models', 'width', 'runs', *_LOSSES.values()]
+  header = ['budget', 'models', 'runs', *_LOSSES.values()]
   return markdown(header, rows)
 
 
 @table
 def laptop_rows_of_128_differences():
-  """Mixture-of-Depths less dense models, by the means of three sizes."""
+  """Mixture-of-Depths less dense models, by the means of three sizes.
+
+  The last column takes from the sweep in rows of 32 what dense models gain by
+  more FLOPs, between its two higher budgets.
+  """
+  least = {
+    curve['budget']: curve['parabola']['loss']['value']
+    for curve in laptop_fit()['curves']
+    if curve['group'] == 'dense'
+  }
+  slope = (least[8e13] - least[2.5e13]) / np.log(8e13 / 2.5e13)
   rows = []
   for loss, label in _LOSSES.items():
     runs = {}
-    for run in rows_of_128():
-      of_curve = runs.setdefault((run['group'], float(run['budget'])), [])
-      of_curve.append(run)
-    curves = []
-    for (group, budget), of_curve in runs.items():
-      columns = {
-        f'{name}_I': np.array([float(run[column]) for run in of_curve])
-        for name, column in (
-          *(('params', 'params'), ('tokens', 'tokens')),
-          *(('forward', 'forward_flops'), ('loss', loss)),
-        )
-      }
-      curves.append(fit.Curve(group=group, budget=budget, **columns))
+    for (budget, group, _), of_size in rows_of_128().items():
+      of_size = [run for run in of_size if loss in run]
+      runs.setdefault((float(budget), group), []).extend(of_size)
+    curves = [
+      fit.Curve(
+        group=group,
+        budget=budget,
+        **{
+          f'{name}_I': np.array([float(run[column]) for run in of_curve])
+          for name, column in (
+            *(('params', 'params'), ('tokens', 'tokens')),
+            *(('forward', 'forward_flops'), ('loss', loss)),
+          )
+        },
+      )
+      for (budget, group), of_curve in runs.items()
+    ]
     compared = fit.comparisons(fit.fit(curves)[0], 'dense')
     (row,) = (row for row in compared if row['method'] == 'mean')
-    rows.append([label])
-    for name, form in (
-      ('loss_difference', '+.3f'),
-      ('compute_multiplier', '.2f'),
-    ):
-      low, high = row[name].interval
-      value = {'value': row[name].value, 'low': low, 'high': high}
-      rows[-1].append(interval(value, form))
+    difference = row['loss_difference']
+    cells = [label, between_draws(difference, '+.3f'), '', '']
+    if loss == 'loss':
+      shorter = difference.map(lambda x: np.exp(x / slope))
+      cells[2] = between_draws(row['compute_multiplier'], '.2f')
+      cells[3] = between_draws(shorter, '.2f')
+    rows.append(cells)
   header = ['1.2e14 FLOPs', 'mod less dense', 'compute multiplier']
-  return markdown(header, rows)
+  return markdown([*header, 'by the slope in rows of 32'], rows)
+
+
+def between_draws(estimate: optimum.Estimate, form: str) -> str:
+  low, high = estimate.interval
+  return interval({'value': estimate.value, 'low': low, 'high': high}, form)
