@@ -75,6 +75,19 @@ def laptop_fit():
   return json.loads(path.read_text())
 
 
+def dense_gain(below: float, above: float) -> float:
+  """Returns what dense models gain by e times the FLOPs, in nats per token.
+
+  It is the gain between two budgets of the sweep.
+  """
+  least = {
+    curve['budget']: curve['parabola']['loss']['value']
+    for curve in laptop_fit()['curves']
+    if curve['group'] == 'dense'
+  }
+  return (least[below] - least[above]) / np.log(above / below)
+
+
 def interval(found, form: str) -> str:
   low, high = (format(found[end], form) for end in ('low', 'high'))
   return f'{found["value"]:{form}} ({low} to {high})'
@@ -216,12 +229,7 @@ def laptop_rows_of_128_differences():
   The last column takes from the sweep in rows of 32 what dense models gain by
   more FLOPs, between its two higher budgets.
   """
-  least = {
-    curve['budget']: curve['parabola']['loss']['value']
-    for curve in laptop_fit()['curves']
-    if curve['group'] == 'dense'
-  }
-  slope = (least[8e13] - least[2.5e13]) / np.log(8e13 / 2.5e13)
+  gain = dense_gain(2.5e13, 8e13)
   rows = []
   for loss, label in _LOSSES.items():
     runs = {}
@@ -247,7 +255,7 @@ def laptop_rows_of_128_differences():
     difference = row['loss_difference']
     cells = [label, between_draws(difference, '+.3f'), '', '']
     if loss == 'loss':
-      shorter = difference.map(lambda x: np.exp(x / slope))
+      shorter = difference.map(lambda x: np.exp(-x / gain))
       cells[2] = between_draws(row['compute_multiplier'], '.2f')
       cells[3] = between_draws(shorter, '.2f')
     rows.append(cells)

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import statistics
 
 import machine
@@ -10,7 +9,7 @@ from machine import markdown
 import study_tables
 
 from table_parts.common import ROOT, studied, table
-from table_parts.laptop import laptop_fit
+from table_parts.laptop import dense_gain, laptop_fit
 
 
 def mean(runs: list[dict]) -> float:
@@ -308,14 +307,9 @@ def recovery():
 @table
 def recovery_multipliers():
   """How many times their FLOPs deeper models are worth."""
-  # Of the budgets on both sides of these runs, of about 1e13 FLOPs.
-  below, above = (
-    (curve['budget'], curve['parabola']['loss']['value'])
-    for curve in laptop_fit()['curves']
-    if curve['group'] == 'dense' and curve['budget'] in (8e12, 2.5e13)
-  )
-  slope = (below[1] - above[1]) / math.log(above[0] / below[0])
-  return study_tables.recovery_multipliers(studied('recovery'), slope)
+  # These runs have about 1e13 FLOPs, between the two budgets.
+  gain = dense_gain(8e12, 2.5e13)
+  return study_tables.recovery_multipliers(studied('recovery'), gain)
 
 
 @table
