@@ -78,15 +78,17 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
     return config
   config = complete_lib.language(config)
   num_tokens = text.num_train_tokens(config.data) * config.data.max_epochs
-  max_steps = int(num_tokens) // (config.train.batch_size * config.data.length)
+  batch = config.train.batch_size
+  max_steps = int(num_tokens) // (batch * config.data.length)
   steps = max(1, min(STEPS, max_steps))
   changes = {'train.num_steps': steps}
   if config.init is not None:
     changes['optimizer.learning_rate'] = OPTIMIZER.learning_rate / 4
   if config.dense is not None:
-    changes['dense.num_steps'] = steps
+    changes |= {'dense.batch_size': batch, 'dense.num_steps': steps}
   if config.model.adaptive is not None:
     for name, phase in config.objective.phases.items():
+      changes[f'objective.{name}.batch_size'] = batch
       changes[f'objective.{name}.num_steps'] = min(phase.num_steps, steps)
   return config_lib.replace(config, changes)
 

@@ -200,6 +200,12 @@ def test_a_tokenizers_vocabulary_is_read(texts):
   )
 
 
+def test_all_phases_take_the_batch_size_that_is_given(texts):
+  config = complete_files('acm', texts, **{'train.batch_size': 8})
+  phases_of = (config.dense, *config.objective.phases.values())
+  assert [phase.batch_size for phase in phases_of] == [8] * 4
+
+
 def test_sizes_and_tokenizer_are_those_of_the_run(texts, tmp_path):
   config = complete_files(
     'dense', texts, **{'model.width': 12, 'model.num_heads': 2}
