@@ -94,3 +94,8 @@ def changed_data(saved, data: dict[str, Any]) -> str:
   if not differences:
     return ''
   return f'the data changed since step {saved.step} ({listed(differences)})'
+
+
+def held_out(saved) -> Any:
+  """Returns a checkpoint's fingerprint of held-out data; None without any."""
+  return saved.metadata.get(_DATA, {}).get('held_out')

@@ -19,8 +19,10 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import flops, tables, viz
 from mod_jax.errors import UserError
+from mod_jax.runs import checkpoints as checkpoints_lib
 from mod_jax.runs import history
 from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import origin as origin_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -39,6 +41,14 @@ class Run:
   # Losses are comparable only between runs where these are equal: the kind of
   # data, and the tokenizer's fingerprint (None without a tokenizer).
   measured: tuple[str, str | None]
+  held_out: Any  # Fingerprint of the held-out data; None if not known.
+
+  def comparable(self, other: 'Run') -> bool:
+    """Whether the two runs' losses are of the same data and tokens."""
+    # Of a run without a checkpoint, nobody knows the data.
+    known = None not in (self.held_out, other.held_out)
+    same = not known or self.held_out == other.held_out
+    return same and self.measured == other.measured
 
   def last(self, kind: str) -> float | None:
     """Returns the newest loss of a kind, 'train' or 'eval'; None if absent."""
@@ -75,7 +85,17 @@ def read(workdir, name: str | None = None) -> Run:
     flops_S=np.cumsum([0.0, *spent]),
     seconds_per_step=history.seconds_per_step(metrics_lib.read_events(workdir)),
     measured=(type(task.modality).__name__, _tokenizer(task.modality)),
+    held_out=_held_out(workdir),
   )
+
+
+def _held_out(workdir) -> Any:
+  """Returns the fingerprint of held-out data in the newest checkpoint."""
+  directory = workdir_lib.checkpoints(workdir)
+  for step in checkpoints_lib.steps(directory)[-1:]:
+    if saved := checkpoints_lib.peek(directory, step):
+      return origin_lib.held_out(saved)
+  return None
 
 
 def _tokenizer(modality) -> str | None:
@@ -111,9 +131,7 @@ class Comparison:
 
   def _row(self, run: Run) -> dict[str, Any]:
     first, loss = self.runs[0].last('eval'), run.last('eval')
-    incomparable = (
-      None in (first, loss) or run.measured != self.runs[0].measured
-    )
+    incomparable = None in (first, loss) or not run.comparable(self.runs[0])
     rate = run.seconds_per_step
     return {
       'run': run.name,
@@ -146,10 +164,10 @@ class Comparison:
       ]
       text += ['', f'{run.name} differs from {first.name} in']
       text += differences or ['  nothing']
-      if run.measured != first.measured:
+      if not run.comparable(first):
         text.append(
-          'The losses are of other data or by another tokenizer, and so not'
-          ' compared.'
+          'The losses are of other held-out data or by another tokenizer, and'
+          ' so not compared.'
         )
     return '\n'.join(text)
 

@@ -1,6 +1,7 @@
 """Runs side by side: what the table, the file and the picture tell."""
 
 import csv
+import json
 
 import numpy as np
 import pytest
@@ -96,6 +97,20 @@ def test_losses_of_another_kind_are_not_compared(runs, tmp_path, kind):
   differences = [row['difference'] for row in found.rows]
   assert differences == [0, pytest.approx(-0.1), None]
   assert str(found).count('and so not compared') == 1
+
+
+@pytest.mark.parametrize('part', ['train', 'held_out'])
+def test_losses_of_other_held_out_data_are_not_compared(runs, part):
+  for folder in runs:
+    data = {'train': 'same', 'held_out': 'same', part: folder.parent.name}
+    told = {'step': 4, 'metadata': {'data': data}}
+    workdir_lib.write_text(
+      workdir_lib.checkpoints(folder) / '4/metadata/metadata', json.dumps(told)
+    )
+  found = compare.compare(runs)
+  comparable = part == 'train'
+  assert (found.rows[1]['difference'] is not None) == comparable
+  assert ('and so not compared' not in str(found)) == comparable
 
 
 def test_a_capacity_warmup_costs_more(tmp_path):
