@@ -95,7 +95,8 @@ def prepare(
     for group, parts in _parts(config, shard_bytes).items()
     for number, part in enumerate(parts)
   ]
-  write = functools.partial(_write_shard, config)
+  fingerprint = index['tokenizer']['fingerprint']
+  write = functools.partial(_write_shard, config, fingerprint)
   counted = zip(jobs, _map(write, jobs, workers), strict=True)
   counted = {os.path.basename(path): counts for (path, _), counts in counted}
   for group in prepared.GROUPS:
@@ -260,13 +261,22 @@ def _cut_records(config, split, shard_bytes) -> list[range]:
 # Shards.
 
 
-_tokenizer = functools.cache(tokenizers.make)
+@functools.cache
+def _tokenizer(kind: str, path: str, fingerprint: str):
+  del fingerprint  # Only a cache key: another corpus may have been at `path`.
+  return tokenizers.make(kind, path)
 
 
-def _write_shard(config, job: tuple[str, Part]) -> dict[str, Any]:
-  """Writes a shard unless it exists; returns its counts and its SHA-256."""
+def _write_shard(
+  config, fingerprint: str, job: tuple[str, Part]
+) -> dict[str, Any]:
+  """Writes a shard unless it exists; returns its counts and its SHA-256.
+
+  `fingerprint` is the tokenizer's.
+  """
   path, part = job
-  tokenizer = _tokenizer(config.tokenizer, os.path.dirname(path))
+  out = os.path.dirname(path)
+  tokenizer = _tokenizer(config.tokenizer, out, fingerprint)
   separator = ()
   if config.source in ('tfds', 'huggingface'):
     # Texts from these sources, unlike files, rarely end with a newline.

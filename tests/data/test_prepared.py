@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import time
 
 from batch_checks import assert_same, take
@@ -145,6 +146,21 @@ def test_it_goes_on_after_a_kill(root, tmp_path, monkeypatch):
   before = len(calls)
   prepare.prepare(source, str(out), shard_bytes=4 * KIB)
   assert len(calls) == before
+
+
+def test_another_corpus_takes_the_place_of_a_deleted_one(root, tmp_path):
+  source, out = files_config(root), tmp_path / 'out'
+  prepare.prepare(source, str(out))
+  shutil.rmtree(out)
+  files = corpus.list_files(source.files)
+  other = bpe.open_tokenizer(files, 290, source.cache_dir)
+  source = dataclasses.replace(source, tokenizer_path=str(other))
+  prepare.prepare(source, str(out))
+  streams = [
+    text.open_stream(config, 'train')
+    for config in (prepared_config(out), source)
+  ]
+  assert whole(streams[0]) == whole(streams[1])
 
 
 @pytest.mark.slow
