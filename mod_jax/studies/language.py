@@ -339,8 +339,15 @@ def copying(task, params, model_state) -> Study:
   it reports the loss of random tokens that come twice: only copying predicts
   the second time.
   The held-out rows are those of the final evaluation. Routed models choose
-  their tokens by top-k.
+  their tokens by top-k. Raises UserError if rows have too few tokens for this.
   """
+  length = task.config.data.length
+  errors.require(
+    length >= _PARTS,
+    f'at least {_PARTS} for the study copying, which tells the loss in'
+    f' {_PARTS} parts of the context',
+    **{'data.length': length},
+  )
   mode = next(iter(task.modality.modes().values()))
   look = jax.jit(functools.partial(_token_losses, task, mode))
   key = jax.random.key(task.config.seed)
@@ -359,7 +366,6 @@ def copying(task, params, model_state) -> Study:
   total_3, count_3 = sums_23L.sum(axis=2)
   _, after_new, after_seen = (total_3 / np.maximum(count_3, 1.0)).tolist()
   share_new = float(count_3[1] / count_3[0])
-  length = task.config.data.length
   once = length // 2
   rows = len(weight_BL)
   random_BL = np.random.default_rng(0).integers(

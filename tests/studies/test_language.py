@@ -121,6 +121,12 @@ def _check_copying(task, params, monkeypatch):
   assert study.metrics['second'] < 1e-6
 
 
+def test_rows_too_short_to_copy_in_are_refused():
+  task = make_task(tiny.experiment(MODEL, TextDataConfig(length=7)))
+  with pytest.raises(UserError, match='data.length=7: expected at least 8'):
+    language.copying(task, {}, {})
+
+
 def _check_ranks(task, params):
   """Where queries are 0, all keys weigh the same; large ones see one key."""
   params = jax.tree.map(lambda x: x, params)
