@@ -29,7 +29,7 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
 from mod_jax.pretrained import complete as complete_lib
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
-from mod_jax.tasks.experiment import ExperimentConfig, PhaseConfig
+from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig, PhaseConfig
 
 mod = config_lib.sibling(__file__, 'mod')
 acm = config_lib.sibling(__file__, '../acm/lm')
@@ -87,7 +87,9 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
   if config.dense is not None:
     changes |= {'dense.batch_size': batch, 'dense.num_steps': steps}
   if config.model.adaptive is not None:
-    for name, phase in config.objective.phases.items():
+    # None stands for the defaults.
+    changes['objective'] = objective = config.objective or ACMObjective()
+    for name, phase in objective.phases.items():
       changes[f'objective.{name}.batch_size'] = batch
       changes[f'objective.{name}.num_steps'] = min(phase.num_steps, steps)
   return config_lib.replace(config, changes)

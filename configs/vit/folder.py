@@ -45,6 +45,7 @@ from mod_jax.optimizer import OptimizerConfig
 from mod_jax.pretrained import complete as complete_lib
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks.experiment import (
+  ACMObjective,
   ExperimentConfig,
   PhaseConfig,
   PruningObjective,
@@ -165,7 +166,9 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
   steps = max(LEAST_STEPS, EPOCHS * count // batch)
   changes = {'train.batch_size': batch, 'train.num_steps': steps}
   if config.model.adaptive is not None:
-    for name in config.objective.phases:
+    # None stands for the defaults.
+    changes['objective'] = objective = config.objective or ACMObjective()
+    for name in objective.phases:
       changes[f'objective.{name}.batch_size'] = batch
   scratch = config.init is None
   if config.dense is not None:

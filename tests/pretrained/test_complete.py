@@ -19,6 +19,7 @@ from mod_jax.convert import files
 from mod_jax.data import prepare, text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
+from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.tasks import make_task, phases
 from mod_jax.train import evaluation
 
@@ -204,6 +205,16 @@ def test_all_phases_take_the_batch_size_that_is_given(texts):
   config = complete_files('acm', texts, **{'train.batch_size': 8})
   phases_of = (config.dense, *config.objective.phases.values())
   assert [phase.batch_size for phase in phases_of] == [8] * 4
+
+
+def test_an_adaptive_model_may_have_the_default_objective(texts, photos):
+  adaptive = {'model.adaptive': AdaptiveConfig()}
+  for config in (
+    complete_files('dense', texts, **adaptive),
+    build('dense', photos, **adaptive),
+  ):
+    sizes = {phase.batch_size for phase in config.objective.phases.values()}
+    assert sizes == {config.train.batch_size}
 
 
 def test_sizes_and_tokenizer_are_those_of_the_run(texts, tmp_path):
