@@ -112,7 +112,7 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
   config = files.complete(config)
   changes = {'optimizer.learning_rate': rate}
   half, layers = config.model.num_layers // 2, config.model.num_layers
-  if config.model.routing.first:
+  if config.model.routing and config.model.routing.first:
     changes['model.routing.first'] = half
   if config.model.lora is not None and config.model.lora.maps == DEEPER:
     blocks = '|'.join(map(str, range(half, layers)))

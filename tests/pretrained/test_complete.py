@@ -27,6 +27,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / 'tests' / 'golden'
 FOLDER = config_lib.load(ROOT / 'configs' / 'vit' / 'folder.py')
 FILES = config_lib.load(ROOT / 'configs' / 'lm' / 'files.py')
+CONVERT = config_lib.load(ROOT / 'configs' / 'lm' / 'convert.py')
 
 
 @pytest.fixture(scope='module')
@@ -232,6 +233,16 @@ def test_sizes_and_tokenizer_are_those_of_the_run(texts, tmp_path):
     assert complete_files('mod', texts, init=str(tmp_path), **asked).model == (
       dataclasses.replace(routed.model, **own)
     )
+  control = config_lib.replace(
+    CONVERT.get_config('gaussian'),
+    {
+      'init': str(tmp_path),
+      'data': routed.data,
+      'model.routing': None,
+      'train.capacity_warmup_steps': 0,
+    },
+  )
+  assert CONVERT.complete(control).model == config.model
   kept = make_task(routed).modality.tokenizer.fingerprint
   assert kept == run.tokenizer.fingerprint
   assert complete_files('acm', texts, init=str(tmp_path)).dense is None
