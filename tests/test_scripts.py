@@ -152,6 +152,7 @@ class TestEval:
     [
       (['--step=3'], r'no checkpoint at step 3 .*\[2, 4\]'),
       (['--step=best'], 'names no best checkpoint'),
+      (['--batches=-1'], '--batches=-1: .*non-negative'),
       (
         ['--sample=0123456789', '--max_new_tokens=5', '--max_length=14'],
         'prompt=10, max_new_tokens=5, max_length=14',

@@ -56,7 +56,10 @@ def define_flags() -> None:
     'evaluate', True, 'Measure held-out losses and draw the pictures.'
   )
   flags.DEFINE_integer(
-    'batches', None, "Held-out batches; 0 for all; by default the config's."
+    'batches',
+    None,
+    "Held-out batches; 0 for all; by default the config's.",
+    lower_bound=0,
   )
   flags.DEFINE_multi_string(
     'study',
