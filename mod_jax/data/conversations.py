@@ -13,6 +13,7 @@ import os
 import pathlib
 from typing import Any, Literal, NamedTuple, get_args
 
+from absl import logging
 import numpy as np
 from PIL import Image
 
@@ -107,7 +108,8 @@ class ConversationDataConfig:
     path: the file, for 'llava' and 'table'.
     folder: directory of the file's pictures; '' is the directory of the file.
     eval_fraction: fraction of a file's pictures to hold out, with all examples
-      that have one of these as the first picture.
+      that have one of these as the first picture. Examples with a held-out
+      picture as another one are left out.
     image_size: height and width of the tower's input in pixels.
     crop_fraction: side of the centred square crop over the resized picture's
       shorter side.
@@ -331,9 +333,8 @@ class Examples:
         f'pictures={config.pictures}: a conversation in {file} has {most}'
         f' pictures; set data.pictures={most}.'
       )
-    # Hold out all examples with the same first picture together, so that none
-    # of these pictures is both trained on and asked about in evaluation. The
-    # held-out ones are evenly spread over the file.
+    # Hold out all examples with the same first picture together. The held-out
+    # ones are evenly spread over the file.
     number = {}
     for images, turns in examples:
       number.setdefault(images[:1] or turns, len(number))
@@ -342,15 +343,24 @@ class Examples:
       i, part = number[images[:1] or turns], config.eval_fraction
       return int((i + 1) * part) > int(i * part)
 
-    self._examples = [
-      example
-      for example in examples
-      if is_held_out(*example) == (split == 'eval')
-    ]
+    held_out = [example for example in examples if is_held_out(*example)]
+    rest = [example for example in examples if not is_held_out(*example)]
+    # A conversation may have a held-out picture as a later one, too. Leave it
+    # out, so that no picture is both trained on and asked about in evaluation.
+    hidden = {image for images, _ in held_out for image in images}
+    train = [example for example in rest if hidden.isdisjoint(example[0])]
+    if split == 'train' and len(train) < len(rest):
+      logging.warning(
+        '%s: %d of %d conversations are left out of training, since they show'
+        ' held-out pictures.',
+        *(file, len(rest) - len(train), len(rest)),
+      )
+    self._examples = held_out if split == 'eval' else train
     if not self._examples:
       raise errors.UserError(
         f'{file} has {len(examples)} examples, of which eval_fraction='
-        f'{config.eval_fraction} holds none out: raise it, or add pictures.'
+        f'{config.eval_fraction} holds {len(held_out)} out and leaves'
+        f' {len(train)} to train on: change it, or add pictures.'
       )
 
   def __len__(self) -> int:

@@ -138,6 +138,27 @@ def test_no_picture_is_both_trained_on_and_held_out(tmp_path):
     assert not held_out & train
 
 
+def test_conversations_that_show_held_out_pictures_too_are_not_trained_on(
+  tmp_path,
+):
+  compared = [part('human', '<image><image>\nWhich is larger?'), PAIR[1]]
+  shown = [('0', '1'), ('1', '2'), ('2', '3'), ('3', '0')]
+  config = write(
+    tmp_path, [{'image': [*x], 'conversations': compared} for x in shown]
+  )
+  config = dataclasses.replace(config, pictures=2, eval_fraction=0.25)
+  held_out, train = (
+    [images for images, _ in conversations.Examples(config, name)._examples]
+    for name in ('eval', 'train')
+  )
+  assert held_out == [('3', '0')]
+  assert train == [('1', '2')]
+  with pytest.raises(UserError, match='holds 3 out and leaves 0 to train on'):
+    conversations.Examples(
+      dataclasses.replace(config, eval_fraction=0.75), 'train'
+    )
+
+
 def test_what_no_scene_answers_is_refused():
   # Ten digits and more add up to more than is asked for.
   config = SceneConfig(least=12, most=12, scales=(1, 1.5))
