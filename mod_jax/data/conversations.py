@@ -411,7 +411,11 @@ def _checked(file, index: int, images, turns) -> _Example:
 
 
 def _read_llava(file: pathlib.Path) -> Iterator[_Example]:
-  """Yields the examples of a JSON file in LLaVA's format."""
+  """Yields the examples of a JSON file in LLaVA's format.
+
+  The only picture of a question moves to its beginning, as in LLaVA's training:
+  in the published files it is often at the end.
+  """
   try:
     examples = json.loads(file.read_bytes())
   except (ValueError, RecursionError) as error:
@@ -435,6 +439,8 @@ def _read_llava(file: pathlib.Path) -> Iterator[_Example]:
       value = part.get('value')
       if part.get('from') != expected or not isinstance(value, str):
         raise _wrong(file, index, f'has in part {i} no text from {expected!r}')
+      if expected == 'human' and value.count(IMAGE) == 1:
+        value = with_pictures(value.replace(IMAGE, '').strip(), 1).strip()
       values.append(value)
     names = fields.get('image', [])
     names = [names] if isinstance(names, str) else names

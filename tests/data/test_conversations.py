@@ -120,6 +120,30 @@ def test_a_file_of_llava_is_read(tmp_path):
   )
 
 
+@pytest.mark.parametrize(
+  ('written', 'read'),
+  [
+    ('What is it?\n<image>', '<image>\nWhat is it?'),
+    ('<image>What is it?', '<image>\nWhat is it?'),
+    ('<image>', '<image>'),
+    ('Is <image> as <image>?', 'Is <image> as <image>?'),
+  ],
+)
+def test_a_single_picture_of_llava_comes_first(tmp_path, written, read):
+  """As in the training of LLaVA 1.5, whose models are asked in this order."""
+  example = {
+    'image': ['pictures/a.png'] * written.count('<image>'),
+    'conversations': [part('human', written), PAIR[1]],
+  }
+  config = write(
+    tmp_path, [example, {'conversations': [part('human', 'Hi?'), PAIR[1]]}]
+  )
+  config = dataclasses.replace(config, pictures=2)
+  assert conversations.open_split(config, 'train').load(0).turns == (
+    (read, 'A dog.'),
+  )
+
+
 def test_no_picture_is_both_trained_on_and_held_out(tmp_path):
   config = write(
     tmp_path,
