@@ -539,14 +539,15 @@ class Run:
   def _check_classes(self, theirs: Sequence[str]) -> None:
     """Compares `theirs`, the data's class names, with the model's.
 
-    Raises UserError if only the order differs; warns if the names differ.
+    Raises UserError if only the order differs; warns if the names differ. What
+    the model calls a number that no class of the data has does not matter.
     """
     pairs = enumerate(zip(theirs, self.classes, strict=False))
-    different = [(i, a, b) for i, (a, b) in pairs if a != b]
+    different = [(i, a, b) for i, (a, b) in pairs if a not in ('', b)]
     if not different:
       return
     message = 'class %d is called %r in the data, and %r by the model'
-    if sorted(theirs) == sorted(self.classes):
+    if {*theirs} - {''} <= {*self.classes}:
       raise UserError(
         f'evaluate: {message % different[0]}, which has all of these names in'
         ' another order: number the classes of the data as it does.'

@@ -53,6 +53,17 @@ def test_there_and_back(dense, boxes, tmp_path):
   np.testing.assert_array_equal(back.apply(IMAGE).boxes_BQ4, boxes)
 
 
+def test_numbers_without_a_class_may_have_any_name(dense, caplog):
+  """Published detectors call them N/A, and COCO's annotations lack them."""
+  run = dataclasses.replace(dense, classes=('N/A', 'cat', 'N/A', 'dog', 'cup'))
+  run._check_classes(('', 'cat', '', 'dog'))
+  assert not caplog.records
+  with pytest.raises(UserError, match="class 1 is called 'dog' in the data"):
+    run._check_classes(('', 'dog', '', 'cat'))
+  run._check_classes(('', 'cat', '', 'cow'))
+  assert "class 3 is called 'cow' in the data" in caplog.text
+
+
 def test_what_is_for_other_models_is_refused(dense, tmp_path):
   with pytest.raises(
     UserError, match="'tome' is not for a detector: take one of amod, mod"
