@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 import functools
-import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +79,12 @@ class VisionLanguage(Modality):
       return self.tokenizer.eos_id
     return self.tokenizer.encode('\n')[-1]
 
+  @property
+  def _adds_space(self) -> bool:
+    """Whether the tokenizer puts a space before each text, as LLaVA's does."""
+    first = self.tokenizer.encode('a')[:1]
+    return any(self.tokenizer.surfaces[i].startswith(b' ') for i in first)
+
   def check(self):
     model, tokenizer = self.config.model, self.tokenizer
     if model.vocab_size < tokenizer.vocab_size:
@@ -106,7 +111,8 @@ class VisionLanguage(Modality):
 
     Each picture becomes the single token `image_token`, and each answer ends
     with the token `end`. The pieces are encoded one by one, so that the kind of
-    each token (see `layers/token_info.py`) is known.
+    each token (see `layers/token_info.py`) is known, but their tokens are those
+    of the whole text between pictures and the ends of answers.
 
     Args:
       pieces: (kind, text) of each piece.
@@ -116,7 +122,19 @@ class VisionLanguage(Modality):
     if self.tokenizer.bos_id is not None:
       tokens, kinds = [self.tokenizer.bos_id], [KINDS.index('text')]
     parts = [text.split(data_lib.IMAGE) for _, text in pieces]
-    texts = list(itertools.chain(*parts))
+    texts, follows, adds_space = [], False, self._adds_space
+    for (kind, _), of_piece in zip(pieces, parts, strict=True):
+      for i, text in enumerate(of_piece):
+        follows &= not i  # Not the first after a picture.
+        if text and follows and adds_space:
+          # The tokenizer adds the space between this text and the one before.
+          if text.startswith(' '):
+            text = text[1:]
+          else:
+            texts[-1] = texts[-1].removesuffix(' ')
+        texts.append(text)
+        follows |= bool(text)
+      follows &= kind != 'answer'
     if encode_all is None:
       encode_all = functools.partial(map, self.tokenizer.encode)
     encoded = iter(encode_all(texts))

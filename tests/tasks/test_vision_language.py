@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 import tiny
+import tokenizers as hf
 
 import mod_jax
 from mod_jax import config as config_lib
@@ -50,6 +51,36 @@ def test_the_loss_is_on_answers_alone():
   for name, shape in shapes.items():
     assert rows[name].shape[1:] == shape.shape[1:], name
     assert rows[name].dtype == shape.dtype, name
+
+
+def test_tokens_are_those_of_the_whole_prompt(tmp_path):
+  """With a tokenizer of Llama's kind, which puts a space before each text."""
+  special = ['<s>', '</s>', '<image>']
+  text = 'Be kind. USER: <image>\nIs it? ASSISTANT: A dog.'
+  text += '</s>USER: And? ASSISTANT: A cat.</s>'
+  vocab = [*special, *sorted({*text}), '▁', '▁▁', '▁A']
+  merges = [('▁', '▁'), ('▁', 'A')]
+  tokenizer = hf.Tokenizer(
+    hf.models.BPE({x: i for i, x in enumerate(vocab)}, merges)
+  )
+  tokenizer.add_special_tokens(special)
+  tokenizer.normalizer = hf.normalizers.Sequence(
+    [hf.normalizers.Prepend('▁'), hf.normalizers.Replace(' ', '▁')]
+  )
+  tokenizer.decoder = hf.decoders.Replace('▁', ' ')
+  tokenizer.save(str(tmp_path / 'tokenizer.json'))
+  config = config_lib.replace(TASK.config, {'model.image_token': 2})
+  modality = make_task(config).modality
+  modality.use_tokenizer('huggingface', str(tmp_path))
+  said = conversations.Conversation(
+    (), (('<image>\nIs it?', 'A dog.'), ('And?', 'A cat.'))
+  )
+  tokens, kinds = modality.encode([('text', 'Be kind. '), *said.pieces()])
+  assert tokens == [0, *tokenizer.encode(text).ids]
+  of_answers = [
+    t for t, k in zip(tokens, kinds, strict=True) if KINDS[k] == 'answer'
+  ]
+  assert modality.tokenizer.decode(of_answers) == ' A dog. A cat.'
 
 
 def test_adapters_of_the_language_model_are_new(tmp_path):
