@@ -116,6 +116,16 @@ class Characters:
     """Returns the text of labels; special symbols are left out."""
     return ' '.join(''.join(map(self.letter, labels)).split())
 
+  def reference(self, labels: Sequence[int]) -> str:
+    """Returns the text of a transcript's labels, to compare with what is heard.
+
+    U+FFFD, which no model outputs, replaces each character that the vocabulary
+    lacks: without them, a model that cannot hear them would make no mistake.
+    """
+    unknown = self._label(_UNKNOWN)
+    letters = ('\ufffd' if x == unknown else self.letter(x) for x in labels)
+    return ' '.join(''.join(letters).split())
+
   def letter(self, label: int) -> str:
     """Returns a label's character, ' ' for the space, '' for special symbols.
 

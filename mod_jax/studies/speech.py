@@ -27,7 +27,7 @@ def decoding(task, params, model_state) -> Study:
   for batch, log_prob_BLV in task.over_held_out(look, params, model_state, 0):
     for i in np.flatnonzero(batch['weight']):
       log_prob_LV = log_prob_BLV[i, batch['valid'][i]]
-      said = vocabulary.decode(batch['labels'][i, : batch['count'][i]])
+      said = vocabulary.reference(batch['labels'][i, : batch['count'][i]])
       heard = {'greedy': modality.heard(log_prob_LV.argmax(axis=-1))[0]}
       for width in _WIDTHS:
         labels, _ = transcripts.prefix_beam(

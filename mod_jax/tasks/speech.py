@@ -130,7 +130,7 @@ class Speech(Modality):
   def of_rows(self, rows):
     """Returns word and character error rates of greedy decoding."""
     pairs = [
-      (self.vocabulary.decode(labels[:count]), self.heard(best_L)[0])
+      (self.vocabulary.reference(labels[:count]), self.heard(best_L)[0])
       for best_L, labels, count in zip(
         *(rows[name] for name in ('best', 'labels', 'count')), strict=True
       )

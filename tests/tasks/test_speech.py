@@ -77,6 +77,10 @@ def test_unknown_characters_part_no_words():
   text, words = speech.heard(best_L)
   assert text == speech.vocabulary.decode(best_L) == 'ab b'
   assert words == [('ab', 0), ('b', 5)]
+  # A recogniser that hears none of them makes mistakes.
+  rows = {'best': [[3, 1, 4]], 'labels': [[3, 2, 1, 4, 0]], 'count': [4]}
+  rows = {name: np.array(x) for name, x in rows.items()}
+  assert speech.of_rows(rows) == {'wer': 1 / 2, 'cer': 1 / 4}
 
 
 def test_a_run_is_evaluated_on_other_recordings(dense, tmp_path, monkeypatch):
