@@ -95,6 +95,13 @@ class Tokenizer(abc.ABC):
     """Returns the ids of a prompt for a pretrained model to continue."""
     return self.encode(text)
 
+  def beginning(self) -> list[int]:
+    """Returns the special tokens before a text: BOS, if the tokenizer adds it.
+
+    Only a `tokenizer.json` says whether; other tokenizers add it if it exists.
+    """
+    return [] if self.bos_id is None else [self.bos_id]
+
   @abc.abstractmethod
   def _decode(self, ids: list[int]) -> str:
     """Returns the text of ids that are all in the vocabulary."""
@@ -292,6 +299,10 @@ class HuggingFaceTokenizer(Tokenizer):
     ids = self._tok.encode(text, add_special_tokens=True).ids
     # Some templates also add EOS, after which the model would not continue.
     return ids[:-1] if ids[-1:] == [self.eos_id] else ids
+
+  def beginning(self) -> list[int]:
+    ids = self.encode_prompt('a')
+    return ids[: len(ids) - len(self.encode('a'))]
 
   def encode_chat(self, text: str) -> list[int]:
     """Returns the ids of a rendered chat; text may spell special tokens."""

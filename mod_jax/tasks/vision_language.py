@@ -118,9 +118,8 @@ class VisionLanguage(Modality):
       pieces: (kind, text) of each piece.
       encode_all: maps texts to their tokens; None for the tokenizer's `encode`.
     """
-    tokens, kinds = [], []
-    if self.tokenizer.bos_id is not None:
-      tokens, kinds = [self.tokenizer.bos_id], [KINDS.index('text')]
+    tokens = self.tokenizer.beginning()
+    kinds = [KINDS.index('text')] * len(tokens)
     parts = [text.split(data_lib.IMAGE) for _, text in pieces]
     texts, follows, adds_space = [], False, self._adds_space
     for (kind, _), of_piece in zip(pieces, parts, strict=True):

@@ -53,7 +53,8 @@ def test_the_loss_is_on_answers_alone():
     assert rows[name].dtype == shape.dtype, name
 
 
-def test_tokens_are_those_of_the_whole_prompt(tmp_path):
+@pytest.mark.parametrize('begin', ['<s>', '</s>', None])
+def test_tokens_are_those_of_the_whole_prompt(tmp_path, begin):
   """With a tokenizer of Llama's kind, which puts a space before each text."""
   special = ['<s>', '</s>', '<image>']
   text = 'Be kind. USER: <image>\nIs it? ASSISTANT: A dog.'
@@ -68,6 +69,10 @@ def test_tokens_are_those_of_the_whole_prompt(tmp_path):
     [hf.normalizers.Prepend('▁'), hf.normalizers.Replace(' ', '▁')]
   )
   tokenizer.decoder = hf.decoders.Replace('▁', ' ')
+  if begin is not None:
+    tokenizer.post_processor = hf.processors.TemplateProcessing(
+      f'{begin} $A', special_tokens=[(begin, special.index(begin))]
+    )
   tokenizer.save(str(tmp_path / 'tokenizer.json'))
   config = config_lib.replace(TASK.config, {'model.image_token': 2})
   modality = make_task(config).modality
@@ -76,7 +81,7 @@ def test_tokens_are_those_of_the_whole_prompt(tmp_path):
     (), (('<image>\nIs it?', 'A dog.'), ('And?', 'A cat.'))
   )
   tokens, kinds = modality.encode([('text', 'Be kind. '), *said.pieces()])
-  assert tokens == [0, *tokenizer.encode(text).ids]
+  assert tokens == tokenizer.encode(text).ids
   of_answers = [
     t for t, k in zip(tokens, kinds, strict=True) if KINDS[k] == 'answer'
   ]
