@@ -35,8 +35,9 @@ _CUSTOMARY = {
   'bos_token': '<s> <|begin_of_text|> <|startoftext|> <bos> [BOS] [CLS]',
 }
 _FILES = {'sentencepiece': 'tokenizer.model', 'huggingface': 'tokenizer.json'}
+_CONFIG = 'tokenizer_config.json'
 # Files in the directory of a `tokenizer.json`; the later one takes precedence.
-_DECLARING = ('special_tokens_map.json', 'tokenizer_config.json')
+_DECLARING = ('special_tokens_map.json', _CONFIG)
 # Larger ids are refused: memory grows with the largest id, used or not.
 _MAX_VOCAB = 2**20
 CHAT_TEMPLATE = 'chat_template.jinja'
@@ -276,6 +277,8 @@ class HuggingFaceTokenizer(Tokenizer):
       usual = next((n for n in customary.split() if n in special), None)
       name = declared.get(role, usual)
       ids[role] = tok.token_to_id(name) if name else None
+    # As in transformers, this setting replaces the template's special tokens.
+    self._begins = paths.read_object(file.parent / _CONFIG).get('add_bos_token')
     digest = hashlib.sha256(data).hexdigest()
     super().__init__(
       surfaces=surfaces,
@@ -293,8 +296,12 @@ class HuggingFaceTokenizer(Tokenizer):
   def encode_prompt(self, text: str) -> list[int]:
     """Returns the ids of a prompt for a pretrained model to continue.
 
-    They begin with the special tokens of the tokeniser's template, such as BOS.
+    They begin with the special tokens of the tokeniser's template, such as BOS,
+    unless `add_bos_token` in `tokenizer_config.json` says whether with BOS.
     """
+    if self._begins is not None:
+      begins = self._begins and self.bos_id is not None
+      return [*([self.bos_id] if begins else ()), *self.encode(text)]
     text = text.encode('utf-8', 'replace').decode()
     ids = self._tok.encode(text, add_special_tokens=True).ids
     # Some templates also add EOS, after which the model would not continue.

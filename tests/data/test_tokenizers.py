@@ -125,6 +125,32 @@ def test_a_begin_token_that_is_null_is_none(hf_path, tmp_path):
   assert begins == [tok.token_to_id('<s>'), None]
 
 
+def test_prompts_begin_as_the_config_beside_the_template_says(
+  hf_path, tmp_path
+):
+  tok = hf.Tokenizer.from_file(str(hf_path))
+  tok.add_special_tokens(['<s>'])
+  (bos,) = tok.encode('<s>').ids[:1]
+  declared = tmp_path / 'tokenizer_config.json'
+  for template in ('$A', '<s> $A'):
+    tok.post_processor = hf.processors.TemplateProcessing(
+      single=template, special_tokens=[('<s>', bos)]
+    )
+    tok.save(str(tmp_path / 'tokenizer.json'))
+    for says, begins in (
+      (None, '<s>' in template),
+      (True, True),
+      (False, False),
+    ):
+      declared.write_text(json.dumps({'add_bos_token': says}))
+      made = tokenizers.make('huggingface', str(tmp_path))
+      ids = made.encode_prompt('the cat')
+      assert ids == [bos] * begins + made.encode('the cat')
+  declared.write_text('{"add_bos_token": true, "bos_token": null}')
+  made = tokenizers.make('huggingface', str(tmp_path))
+  assert made.encode_prompt('the cat') == made.encode('the cat')
+
+
 def test_a_chat_beside_it_changes_no_text(hf_path):
   tok = tokenizers.make('huggingface', str(hf_path))
   text, done = 'a <|endoftext|> b', threading.Event()
