@@ -35,6 +35,7 @@ _FIELDS = {
   'attention.key_length': 'head_dim',
   'attention.layer_norm_rms_epsilon': 'rms_norm_eps',
   'attention.sliding_window': 'sliding_window',
+  'attention.causal': 'is_causal',
   'context_length': 'max_position_embeddings',
   'rope.freq_base': 'rope_theta',
 }

@@ -93,6 +93,7 @@ class _Fixed:
   """Fields that change what the model computes, with the supported values."""
 
   hidden_act: Literal['silu'] | None = None
+  is_causal: Literal[True] | None = None
   attention_bias: Literal[False] | None = None
   mlp_bias: Literal[False] | None = None
   partial_rotary_factor: Literal[1, 1.0] | None = None

@@ -321,6 +321,7 @@ def empty(writer):
   [
     (key('general.architecture', 'gemma'), "'gemma'.*expected llama"),
     (key('tokenizer.ggml.pre', 'tekken'), "'tekken'; expected one of gpt-2"),
+    (lambda writer: writer.add_causal_attention(False), 'is_causal=False'),
     (
       key('tokenizer.ggml.eos_token_id', 10**6),
       'bad.gguf: its metadata make no tokenizer',

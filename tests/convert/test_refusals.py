@@ -147,6 +147,7 @@ FOLDERS = [
   (lm, 'lm/llama', {'hidden_act': 'relu'}, "hidden_act='relu'", "'silu'"),
   (lm, 'lm/llama', {'attention_bias': True}, 'attention_bias=True', 'expected'),
   (lm, 'lm/llama', {'quantization_config': {}}, 'quantization_config'),
+  (lm, 'lm/llama', {'is_causal': False}, 'is_causal=False'),
   # Its `rope_parameters` say less than what somebody has added.
   (lm, 'lm/llama', {'rope_scaling': YARN}, "rope_type='yarn'"),
   (lm, 'lm/llama', {'rope_parameters': HALF}, 'partial_rotary_factor=0.5'),
