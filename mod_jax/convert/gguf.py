@@ -334,7 +334,8 @@ def _tokenizer(path, metadata) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
 
 
 def _split(metadata) -> str:
-  name = metadata.get('tokenizer.ggml.pre', 'gpt-2')
+  # Without a name, llama.cpp warns, and splits by rules of no model.
+  name = metadata.get('tokenizer.ggml.pre', 'default')
   return _SAME.get(name, name)
 
 
@@ -343,7 +344,8 @@ def _byte_pairs(path, vocab, metadata) -> tokenizers.Tokenizer:
   if split not in _SPLITS:
     raise UserError(
       f'{path}: its tokenizer splits texts by {split!r}; expected one of'
-      f' {", ".join(_SPLITS)}.'
+      f' {", ".join(_SPLITS)}. Older files do not say how, which is the'
+      ' default: take a newer file of the model.'
     )
   merges = metadata.get('tokenizer.ggml.merges', [])
   merges = [tuple(merge.split(' ')) for merge in merges]

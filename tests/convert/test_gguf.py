@@ -312,6 +312,10 @@ def headless(writer):
   del writer.kv_data[0]['qwen2.attention.head_count']
 
 
+def nameless(writer):
+  del writer.kv_data[0]['tokenizer.ggml.pre']
+
+
 def empty(writer):
   writer.add_tensor = lambda *args, **kwargs: None
 
@@ -321,6 +325,7 @@ def empty(writer):
   [
     (key('general.architecture', 'gemma'), "'gemma'.*expected llama"),
     (key('tokenizer.ggml.pre', 'tekken'), "'tekken'; expected one of gpt-2"),
+    (nameless, "'default'; expected one of gpt-2"),
     (lambda writer: writer.add_causal_attention(False), 'is_causal=False'),
     (
       key('tokenizer.ggml.eos_token_id', 10**6),
