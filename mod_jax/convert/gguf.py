@@ -234,6 +234,12 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
     architecture = 'mistral'
   if (scaling := _rope_scaling(path, metadata)) is not None:
     fields['rope_scaling'] = scaling
+  begin, *ends = (
+    metadata.get(f'tokenizer.ggml.{kind}_token_id')
+    for kind in ('bos', 'eos', 'eot', 'eom')
+  )
+  # The end of a turn and of a message, where those are other tokens.
+  ends = [*dict.fromkeys(end for end in ends if end is not None)]
   shapes = {tensor.name: tensor.shape for tensor in _reader(path).tensors}
   if 'token_embd.weight' not in shapes:
     raise UserError(
@@ -246,10 +252,8 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
     'vocab_size': int(shapes['token_embd.weight'][-1]),
     'tie_word_embeddings': 'output.weight' not in shapes,
     # For exports of the model: without these, transformers uses default ids.
-    **{
-      f'{end}_token_id': metadata.get(f'tokenizer.ggml.{end}_token_id')
-      for end in ('bos', 'eos')
-    },
+    'bos_token_id': begin,
+    'eos_token_id': ends if len(ends) > 1 else next(iter(ends), None),
   }
 
 

@@ -196,6 +196,18 @@ def test_it_can_be_exported_and_chats(tmp_path):
   assert again.chat(messages, max_new_tokens=3) == answer
 
 
+def test_other_tokens_that_end_a_turn_are_told_and_exported(tmp_path, caplog):
+  def change(writer):
+    writer.add_eot_token_id(3)
+    writer.add_eom_token_id(1)
+
+  run = mod_jax.load(write(tmp_path / 'model.gguf', 'qwen2', change=change))
+  assert 'this is not followed: eos_token_id=[1, 3].' in caplog.text
+  mod_jax.export(run, tmp_path / 'out', 'huggingface')
+  fields = json.loads((tmp_path / 'out' / 'config.json').read_text())
+  assert fields['eos_token_id'] == [1, 3]
+
+
 def words():
   """A byte-level tokenizer with merges, as it would be in tokenizer.json."""
   letters = sorted(pre_tokenizers.ByteLevel.alphabet())
