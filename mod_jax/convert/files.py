@@ -174,18 +174,18 @@ def stored(folder: str | os.PathLike) -> dict[str, Lazy]:
   """Returns the arrays in a directory's safetensors by name, read lazily.
 
   The directory has one file, `model.safetensors`, or an index of several files.
-  Raises UserError if files are missing or damaged.
+  With both, the index is ignored, as in transformers: it may be left from an
+  earlier model. Raises UserError if files are missing or damaged.
   """
   folder = pathlib.Path(folder).expanduser()
-  index = folder / INDEX
-  if not index.is_file():
-    single = folder / _IN_DIRECTORY[0]
-    if not single.is_file():
-      raise UserError(
-        f'{folder} holds neither {_IN_DIRECTORY[0]} nor {INDEX}: give the'
-        ' directory of a model in safetensors.'
-      )
+  single, index = folder / _IN_DIRECTORY[0], folder / INDEX
+  if single.is_file():
     return _headers(single)
+  if not index.is_file():
+    raise UserError(
+      f'{folder} holds neither {_IN_DIRECTORY[0]} nor {INDEX}: give the'
+      ' directory of a model in safetensors.'
+    )
   weight_map = paths.read_object(index).get('weight_map')
   if not isinstance(weight_map, dict) or not all(
     isinstance(name, str) for name in weight_map.values()

@@ -137,6 +137,12 @@ def test_arrays_that_say_nothing_new_are_passed_over(tmp_path):
     convert_lm.read(folder, config)
 
 
+def test_one_file_is_the_model_whatever_index_is_left(tmp_path):
+  folder = copy('llama', tmp_path)
+  shutil.copy(GOLDEN / 'llama_sharded' / files.INDEX, folder)
+  assert files.stored(folder).keys() == files.stored(GOLDEN / 'llama').keys()
+
+
 @pytest.mark.parametrize('value', [None, 'x', [2], {}, 0, -1, 1e300, True])
 def test_every_field_has_its_type(value, tmp_path):
   """A wrong value is a sentence; those that are right there are taken."""
