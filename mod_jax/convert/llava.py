@@ -50,15 +50,6 @@ _LLAMA = {
   'num_hidden_layers': 32,
   'num_attention_heads': 32,
 }
-# Defaults for fields that `vision_config` lacks: those of CLIP's large model.
-_CLIP = {
-  'hidden_size': 1024,
-  'intermediate_size': 4096,
-  'num_hidden_layers': 24,
-  'num_attention_heads': 16,
-  'image_size': 336,
-  'patch_size': 14,
-}
 # Files that `save` copies: the language model's, and the preprocessing's.
 _BESIDE = (
   *convert_lm.BESIDE,
@@ -94,7 +85,7 @@ def _from_fields(fields: Mapping[str, Any], where: str) -> VLMConfig:
   image_token = theirs.image_token_index
   image_token = theirs.image_token_id if image_token is None else image_token
   text = _LLAMA | clip.part(fields, 'text_config', where)
-  vision = _CLIP | clip.part(fields, 'vision_config', where)
+  vision = clip.part(fields, 'vision_config', where)
   with config_lib.inside(where):
     return VLMConfig(
       tower=clip.from_fields(vision, f'{where}: vision_config'),

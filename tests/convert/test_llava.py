@@ -128,6 +128,17 @@ def test_of_a_tower_with_parts_only_the_dense_one_goes_out(
   assert mod_jax.load(tmp_path).config == run.config
 
 
+def test_what_a_tower_does_not_tell_is_as_in_transformers(tmp_path):
+  """By the defaults of CLIPVisionConfig, which are those of ViT-B/32."""
+  fields = json.loads((FOLDER / 'config.json').read_text())
+  for name in ('num_attention_heads', 'num_hidden_layers', 'patch_size'):
+    del fields['vision_config'][name]
+  fields['vision_config'] |= {'hidden_size': 48, 'image_size': 224}
+  (tmp_path / 'config.json').write_text(json.dumps(fields))
+  tower = llava.derive(tmp_path).tower
+  assert (tower.num_heads, tower.num_layers, tower.patch_size) == (12, 12, 32)
+
+
 def test_names_in_memory_are_read_too(tmp_path):
   config, params = model()
   renamed = {}
