@@ -174,6 +174,16 @@ class Source(abc.ABC):
     Parameters that a run has frozen, and that are at `base`, are left out.
     """
 
+  def read_for(
+    self, model: ModelConfig, *, truncate: bool = False
+  ) -> dict[str, Any]:
+    """Like `read`, of a published model, for a `model` of the same kind.
+
+    Parameters are arranged like those of `model`. Those that the files lack are
+    left out, and with `truncate` those of blocks that `model` does not have.
+    """
+    return self.read()
+
   def at(self, step: best_lib.Step) -> 'Source':
     """Makes `read` restore a run's checkpoint of this step; returns self.
 
@@ -396,12 +406,11 @@ class _Language(_Published):
       )
     )
 
-  def read(self, model: LMConfig | None = None):
-    """Returns the parameters, arranged for `model`; None means `config`.
+  def read(self):
+    return self.read_for(self.config)
 
-    If `model` scans its layers, their parameters are stacked.
-    """
-    params = convert_lm.read(self.path, model or self.config, self._stored())
+  def read_for(self, model, *, truncate=False):
+    params = convert_lm.read(self.path, model, self._stored())
     return {'params': trees.unflatten(params)}
 
   def _stored(self) -> dict[str, files.Lazy]:
@@ -443,6 +452,10 @@ class _Speech(_Published):
         rate=told.get('sampling_rate', AudioDataConfig.rate),
       )
     return self._reads(data)
+
+  def read_for(self, model, *, truncate=False):
+    weights = convert_wav2vec2.read(self.path, model.dense_twin())
+    return {'params': trees.unflatten(weights)}
 
 
 class _Pictures(_Published):
@@ -522,6 +535,12 @@ class _Vision(_Pictures):
   def read(self):
     return convert_vit.load_variables(self.path, self.config)
 
+  def read_for(self, model, *, truncate=False):
+    # Files hold the dense model, and maybe the prediction heads of DynamicViT.
+    model = model.with_parts(routing=None, adaptive=None, lora=None)
+    weights = convert_vit.read(self.path, model, truncate=truncate)
+    return arrays_lib.unflatten(weights)
+
 
 class _OfCLIP(_Pictures):
   """A folder of Hugging Face that contains CLIP's vision tower."""
@@ -539,7 +558,7 @@ class _OfCLIP(_Pictures):
     return {'params': trees.unflatten(params)}
 
 
-class Tower(_OfCLIP):
+class _Tower(_OfCLIP):
   """A published CLIP, of which only the vision tower is read."""
 
   kind = 'vision'
@@ -600,7 +619,7 @@ class _Detector(_Published):
 # Sources for folders of Hugging Face, by the `model_type` in `config.json`.
 _PUBLISHED = {
   **dict.fromkeys(convert_lm.FAMILIES, _Language),
-  **dict.fromkeys(('clip', 'clip_vision_model'), Tower),
+  **dict.fromkeys(('clip', 'clip_vision_model'), _Tower),
   'detr': _Detector,
   'llava': _VisionLanguage,
   'wav2vec2': _Speech,

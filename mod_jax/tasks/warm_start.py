@@ -14,9 +14,7 @@ import jax
 import numpy as np
 
 from mod_jax import trees
-from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import vit as convert_vit
-from mod_jax.convert import wav2vec2 as convert_wav2vec2
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
 from mod_jax.models import lm, lora, protocol
@@ -95,7 +93,7 @@ def load_weights(
   if source.ours:
     variables = _variables(source, model, params)
   else:
-    variables = _published(source, model, truncate=not whole)
+    variables = source.read_for(model, truncate=not whole)
     if kind == 'speech' and not whole:
       new = (*new, 'head/.*', 'mask_embedding')
   fresh = trees.flatten(params)
@@ -146,24 +144,6 @@ def load_weights(
 def _kind(config: protocol.StackedConfig) -> str:
   """Returns the `Source.kind` of published models with this class of config."""
   return _KINDS.get(type(config), 'vision')
-
-
-def _published(
-  source: 'source_lib.Source', model: protocol.StackedConfig, *, truncate: bool
-) -> dict[str, Any]:
-  """Returns a model's variables from published weights of the same kind."""
-  if source.kind == 'language':
-    return source.read(model)
-  if source.kind == 'speech':
-    # `source.read` would initialise arrays that are not in the file.
-    weights = convert_wav2vec2.read(source.path, model.dense_twin())
-    return {'params': trees.unflatten(weights)}
-  if source.kind == 'vision' and not isinstance(source, source_lib.Tower):
-    # Files hold the dense model, and maybe the prediction heads of DynamicViT.
-    model = model.with_parts(routing=None, adaptive=None, lora=None)
-    weights = convert_vit.read(source.path, model, truncate=truncate)
-    return arrays_lib.unflatten(weights)
-  return source.read()
 
 
 def _variables(
