@@ -216,6 +216,11 @@ class _Metadata:
 
 def _config(path, metadata: _Metadata) -> dict[str, Any]:
   """Returns the fields of a `config.json` for the model in a GGUF file."""
+  if metadata.get('split.count', 1) > 1:
+    raise UserError(
+      f'{path} is one of several parts of a model: join them by llama.cpp, with'
+      ' llama-gguf-split --merge, and give the whole file.'
+    )
   architecture = metadata.get('general.architecture')
   if architecture not in _ARCHITECTURES:
     raise UserError(
@@ -243,8 +248,8 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
   shapes = {tensor.name: tensor.shape for tensor in _reader(path).tensors}
   if 'token_embd.weight' not in shapes:
     raise UserError(
-      f'{path} holds no embeddings: give a file with the weights of a whole'
-      ' model, and neither a vocabulary alone nor one of several parts.'
+      f'{path} holds no embeddings: give a file with the weights of a model,'
+      ' and not a vocabulary alone.'
     )
   return fields | {
     'model_type': architecture,

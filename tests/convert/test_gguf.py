@@ -345,6 +345,10 @@ def empty(writer):
     ),
     (headless, 'num_attention_heads'),
     (empty, 'bad.gguf holds no embeddings'),
+    (
+      lambda writer: writer.add_uint16('split.count', 2),
+      'bad.gguf is one of several parts',
+    ),
   ],
 )
 def test_refusals(tmp_path, change, named):
