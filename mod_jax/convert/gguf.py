@@ -74,6 +74,11 @@ _SPLITS = {
 }
 # Other names in llama.cpp for the same splits.
 _SAME = {'llama3': 'llama-bpe', 'llama-v3': 'llama-bpe'}
+# Tokens after which llama.cpp stops, also where the metadata do not name them.
+_ENDS = (
+  *('<|eot_id|>', '<|eom_id|>', '<|im_end|>', '<|end|>', '<end_of_turn>'),
+  *('<|endoftext|>', '<|end_of_text|>', '<EOT>'),
+)
 # Kinds of tokens in `tokenizer.ggml.token_type`.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
@@ -102,6 +107,17 @@ def unpack(path: str | os.PathLike) -> pathlib.Path:
     raise UserError(
       f'{path}: its metadata make no tokenizer ({error}): fetch it again.'
     ) from error
+  told = (
+    metadata.get(f'tokenizer.ggml.{end}_token_id')
+    for end in ('eos', 'eot', 'eom')
+  )
+  ends = dict.fromkeys((*told, *map(tokenizer.token_to_id, _ENDS)))
+  ends = [int(end) for end in ends if end is not None]
+  # For exports of the model: without these, transformers uses default ids.
+  config |= {
+    'bos_token_id': metadata.get('tokenizer.ggml.bos_token_id'),
+    'eos_token_id': ends if len(ends) > 1 else next(iter(ends), None),
+  }
   text = tokenizer.to_str()
   digest = hashlib.sha256(repr((config, beside, text)).encode()).hexdigest()
   folder = pathlib.Path(_CACHE).expanduser() / digest[:20]
@@ -239,12 +255,6 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
     architecture = 'mistral'
   if (scaling := _rope_scaling(path, metadata)) is not None:
     fields['rope_scaling'] = scaling
-  begin, *ends = (
-    metadata.get(f'tokenizer.ggml.{kind}_token_id')
-    for kind in ('bos', 'eos', 'eot', 'eom')
-  )
-  # The end of a turn and of a message, where those are other tokens.
-  ends = [*dict.fromkeys(end for end in ends if end is not None)]
   shapes = {tensor.name: tensor.shape for tensor in _reader(path).tensors}
   if 'token_embd.weight' not in shapes:
     raise UserError(
@@ -256,9 +266,6 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
     'architectures': [f'{architecture.capitalize()}ForCausalLM'],
     'vocab_size': int(shapes['token_embd.weight'][-1]),
     'tie_word_embeddings': 'output.weight' not in shapes,
-    # For exports of the model: without these, transformers uses default ids.
-    'bos_token_id': begin,
-    'eos_token_id': ends if len(ends) > 1 else next(iter(ends), None),
   }
 
 

@@ -7,7 +7,6 @@ rotary channels (two halves) is the same as ours, so nothing is permuted.
 """
 
 from collections.abc import Callable, Mapping
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -23,7 +22,7 @@ from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert.arrays import Entry
 from mod_jax.convert.files import Lazy
-from mod_jax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from mod_jax.data.tokenizers import Tokenizer
 from mod_jax.errors import UserError
 from mod_jax.layers.rope import RopeScaling
 from mod_jax.models import lm
@@ -452,10 +451,6 @@ def unfollowed(path: str | os.PathLike) -> list[str]:
   # Models without that file have these settings in `config.json`.
   told = told or paths.read_object(pathlib.Path(path) / 'config.json')
   names = [k for k, x in _GENERATION.items() if told.get(k) not in (x, None)]
-  if (ends := told.get('eos_token_id')) is not None:
-    with contextlib.suppress(UserError):  # There may be no tokenizer.
-      if ends not in ((end := HuggingFaceTokenizer(path).eos_id), [end]):
-        names.append('eos_token_id')
   return [f'{name}={told[name]}' for name in names]
 
 

@@ -41,6 +41,8 @@ _DECLARING = ('special_tokens_map.json', _CONFIG)
 # Larger ids are refused: memory grows with the largest id, used or not.
 _MAX_VOCAB = 2**20
 CHAT_TEMPLATE = 'chat_template.jinja'
+# A model's settings of generation, in the directory of its tokenizer.
+_GENERATION = 'generation_config.json'
 # Number of preceding tokens that `decode_after` also decodes: one character
 # takes at most 4 bytes of UTF-8, and thus at most 4 tokens.
 CONTEXT = 4
@@ -62,6 +64,8 @@ class Tokenizer(abc.ABC):
     vocab_size: number of ids; every id is in [0, vocab_size).
     eos_id: the id that ends a document, or None.
     bos_id: the id that begins a document, or None.
+    end_ids: the ids after which generation stops: `eos_id`, and others, such as
+      that of the end of a turn, if the model's settings of generation say so.
     surfaces: the bytes of text that each id stands for; b'' for special tokens.
     fingerprint: changes whenever the same text could get other ids.
     token_bytes: int32 [vocab_size], the number of UTF-8 bytes of text that each
@@ -77,13 +81,19 @@ class Tokenizer(abc.ABC):
     eos_id: int | None,
     bos_id: int | None,
     fingerprint: str,
+    more_ends: Sequence[int] = (),
   ):
-    """`names` has the texts by which figures show ids without bytes."""
+    """`names` has the texts by which figures show ids without bytes.
+
+    `more_ends` are the `end_ids` besides `eos_id`.
+    """
     self.surfaces = tuple(surfaces)
     self._names = names
     self.vocab_size = len(self.surfaces)
     self.eos_id = eos_id
     self.bos_id = bos_id
+    ends = (eos_id, *more_ends) if eos_id is not None else more_ends
+    self.end_ids = tuple(dict.fromkeys(ends))
     self.fingerprint = fingerprint
     self.token_bytes = np.array([len(s) for s in surfaces], np.int32)
     self.token_bytes.flags.writeable = False
@@ -286,6 +296,7 @@ class HuggingFaceTokenizer(Tokenizer):
       eos_id=ids['eos_token'],
       bos_id=ids['bos_token'],
       fingerprint=f'huggingface-{digest}-{ids["eos_token"]}',
+      more_ends=[i for i in _told_ends(file.parent) if 0 <= i <= largest],
     )
 
   def encode(self, text: str) -> list[int]:
@@ -349,6 +360,8 @@ def files(kind: str, path: str) -> dict[str, bytes]:
     for name in (*_DECLARING, CHAT_TEMPLATE):
       with contextlib.suppress(OSError):
         copies[name] = (file.parent / name).read_bytes()
+    if ends := _told_ends(file.parent):
+      copies[_GENERATION] = json.dumps({'eos_token_id': ends}).encode()
   return copies
 
 
@@ -407,6 +420,16 @@ def declared_specials(directory: os.PathLike) -> dict[str, str]:
       if role.endswith('_token') and isinstance(value, str):
         specials[role] = value
   return specials
+
+
+def _told_ends(directory: os.PathLike) -> list[int]:
+  """Returns the ids after which transformers stops generating."""
+  # Models without that file have these settings in `config.json`.
+  told = paths.read_object(epath.Path(directory) / _GENERATION)
+  told = told or paths.read_object(epath.Path(directory) / 'config.json')
+  ends = told.get('eos_token_id')
+  ends = ends if isinstance(ends, list) else [ends]
+  return [i for i in ends if type(i) is int]
 
 
 @functools.cache

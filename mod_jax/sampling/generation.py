@@ -1,5 +1,6 @@
 """Generation: a prefill, then one token per sequence at a time."""
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 
@@ -23,8 +24,8 @@ class Generated:
   """What `generate` returns.
 
   Attributes:
-    tokens_BN: int32 new tokens; after the end token, repetitions of it.
-    length_B: int32 number of new tokens, not counting the end token.
+    tokens_BN: int32 new tokens; after an end token, repetitions of it.
+    length_B: int32 number of new tokens, not counting an end token.
     log_prob_BN: float32 log-probability of each new token under the model's own
       distribution (before temperature and filters); 0 after the end.
     routed: fraction of (token, routed layer) pairs that were processed, of the
@@ -78,7 +79,7 @@ def generate(
   top_k: int = 0,
   top_p: float = 1.0,
   min_p: float = 0.0,
-  end_token: int | None = None,
+  end_token: int | Sequence[int] | None = None,
   key: jax.Array | None = None,
   max_length: int | None = None,
   draft: Draft | None = None,
@@ -103,7 +104,8 @@ def generate(
     top_k: of sampling, not of routing; see `filter_logits`.
     top_p: of sampling; see `filter_logits`.
     min_p: of sampling; see `filter_logits`.
-    end_token: id of the token after which a sequence stops, or None.
+    end_token: id of the token after which a sequence stops; several ids if it
+      stops after any of these, or None.
     key: random key; may be None at temperature 0.
     max_length: number of tokens that the caches hold; by default those of the
       prompt and the new tokens. If blocks choose among image tokens, every row
@@ -135,7 +137,8 @@ def generate(
   valid_BP = np.asarray(valid_BP, bool)
   lm.check_tokens(model.config, tokens_BP, valid_BP)
   tokens_BP = tokens_BP.astype(np.int32)
-  _check(model.config, mode, valid_BP, prefill, max_new_tokens, end_token)
+  end_tokens = () if end_token is None else np.atleast_1d(end_token).tolist()
+  _check(model.config, mode, valid_BP, prefill, max_new_tokens, end_tokens)
   require(
     key is not None or not temperature,
     'key=jax.random.key(…) to draw with, or temperature=0',
@@ -170,7 +173,7 @@ def generate(
     image_places=image_places,
     mode=mode,
     prefill=prefill_mode,
-    end_token=end_token,
+    end_tokens=tuple(end_tokens),
     draft=None if draft is None else draft.complete(model.config),
   )
   settings = Settings.of(batch, temperature, top_k, top_p, min_p)
@@ -225,20 +228,21 @@ class _Options:
   image_places: int  # As `TokenInfo.image_places`.
   mode: RoutingMode
   prefill: RoutingMode
-  end_token: int | None
+  end_tokens: tuple[int, ...]
   draft: Draft | None
 
 
-def _check(config, mode, valid_BP, prefill, max_new_tokens, end_token):
+def _check(config, mode, valid_BP, prefill, max_new_tokens, end_tokens):
   require(max_new_tokens >= 1, '1 or more', max_new_tokens=max_new_tokens)
   require(
     prefill in ('causal', 'top_k'), "'causal' or 'top_k'", prefill=prefill
   )
-  require(
-    end_token is None or 0 <= end_token < config.vocab_size,
-    f'an id from 0 to {config.vocab_size - 1}, or None',
-    end_token=end_token,
-  )
+  for end_token in end_tokens:
+    require(
+      0 <= end_token < config.vocab_size,
+      f'an id from 0 to {config.vocab_size - 1}, or None',
+      end_token=end_token,
+    )
   lengths_B = valid_BP.sum(axis=-1)
   require(
     lengths_B.all(),
@@ -334,6 +338,11 @@ def log_prob(logits, token) -> jax.Array:
   return logit - jax.nn.logsumexp(logits, axis=-1)
 
 
+def ends(token, end_tokens: tuple[int, ...]) -> jax.Array:
+  """Returns whether tokens are among `end_tokens`, in their shape."""
+  return jnp.isin(token, jnp.array(end_tokens, jnp.int32))
+
+
 # XLA for GPUs turns the product of a matrix and a single row into an
 # elementwise product, which it writes to memory, and a sum. A step for one
 # sequence then moves 1.3 to 2.3 times the bytes
@@ -394,7 +403,7 @@ def _generate(
   )
   text = _Text.empty(tokens_BP, valid_BP, options.new)
   first_token = writer.draw(logits_B1V[:, 0], text)
-  text = text.add(*first_token, options.end_token, num_tokens)
+  text = text.add(*first_token, options.end_tokens, num_tokens)
 
   def advance(carry):
     cache, text, overflow = carry
@@ -403,7 +412,7 @@ def _generate(
     text = text.replace(passes=text.passes + 1)
     return (
       cache,
-      text.add(*new_tokens, options.end_token, num_tokens),
+      text.add(*new_tokens, options.end_tokens, num_tokens),
       overflow + more_overflow,
     )
 
@@ -414,10 +423,8 @@ def _generate(
   tokens_BN = jnp.take_along_axis(
     text.tokens_BT, text.start_B[:, None] + place_N, axis=-1
   )
-  length_B = text.count_B
-  if (end_token := options.end_token) is not None:
-    tokens_BN = jnp.where(place_N < length_B[:, None], tokens_BN, end_token)
-    length_B -= text.ended_B
+  is_new_BN = place_N < text.count_B[:, None]
+  tokens_BN = jnp.where(is_new_BN, tokens_BN, text.last_B[:, None])
   told = [
     block.length_B.sum()
     for block, layer in zip(cache.blocks, config.stack.layers, strict=True)
@@ -426,7 +433,7 @@ def _generate(
   pairs, chosen = cache.length_B.sum() * len(told), sum(told)
   return Generated(
     tokens_BN=tokens_BN,
-    length_B=length_B,
+    length_B=text.count_B - text.ended_B,
     log_prob_BN=text.log_prob_BN,
     routed=jnp.float32(chosen) / jnp.maximum(pairs, 1),
     overflow=overflow,
@@ -501,11 +508,10 @@ class _Writer:
       valid_BL[:, 1:],
       accept_key_B,
     )
-    if (end_token := self.options.end_token) is not None:
-      # Discard tokens after an end token.
-      ends_BL = tokens_BL == end_token
-      first_B = jnp.where(ends_BL.any(-1), ends_BL.argmax(-1), draft.tokens)
-      new_B = jnp.minimum(new_B, first_B + 1)
+    # Discard tokens after an end token.
+    ends_BL = ends(tokens_BL, self.options.end_tokens)
+    first_B = jnp.where(ends_BL.any(-1), ends_BL.argmax(-1), draft.tokens)
+    new_B = jnp.minimum(new_B, first_B + 1)
     cache = cache.before(read_count_B + jnp.where(text.active_B, new_B, 0))
     return cache, (tokens_BL, log_prob(logits_BLV, tokens_BL), new_B), overflow
 
@@ -536,9 +542,9 @@ class _Text:
   Attributes:
     tokens_BT: each row's prompt without padding, its new tokens, then garbage.
     start_B: int32 number of tokens of the prompt.
-    count_B: int32 number of new tokens, including the end token.
+    count_B: int32 number of new tokens, including an end token.
     log_prob_BN: log-probabilities of the new tokens.
-    ended_B: whether the last new token is the end token.
+    ended_B: whether the last new token is an end token.
     active_B: whether the row still needs more tokens.
     passes: int32 number of forward passes, including the prefill.
   """
@@ -573,10 +579,10 @@ class _Text:
     last_B1 = (self.start_B + self.count_B - 1)[:, None]
     return jnp.take_along_axis(self.tokens_BT, last_B1, axis=-1)[:, 0]
 
-  def add(self, tokens_BL, log_prob_BL, new_B, end_token, most) -> '_Text':
+  def add(self, tokens_BL, log_prob_BL, new_B, end_tokens, most) -> '_Text':
     """Returns the text with the first `new_B` tokens added to each active row.
 
-    A row is active until it has the end token or `most` new tokens.
+    A row is active until it has an end token or `most` new tokens.
     """
     new_B = jnp.where(self.active_B, new_B, 0)
     place_L = jnp.arange(tokens_BL.shape[1])
@@ -589,9 +595,9 @@ class _Text:
       row_B1 = jnp.arange(len(array_BT))[:, None]
       return array_BT.at[row_B1, at_BL].set(values_BL, mode='drop')
 
-    ended_B, count_B = self.ended_B, self.count_B + new_B
-    if end_token is not None:
-      ended_B |= (counts_BL & (tokens_BL == end_token)).any(axis=-1)
+    ends_BL = counts_BL & ends(tokens_BL, end_tokens)
+    ended_B = self.ended_B | ends_BL.any(axis=-1)
+    count_B = self.count_B + new_B
     return self.replace(
       tokens_BT=put(self.tokens_BT, self.start_B + self.count_B, tokens_BL),
       log_prob_BN=put(self.log_prob_BN, self.count_B, log_prob_BL),

@@ -192,17 +192,17 @@ class Engine:
     self.tokenizer, self._encode = run.tokenizer, run.encode
     self.slots, self.max_length, self.mode = slots, max_length, mode
     self.pictures = pictures
-    end_token = None if run.tokenizer is None else run.tokenizer.eos_id
+    end_tokens = () if run.tokenizer is None else run.tokenizer.end_ids
     if sees and run.task is not None:
-      end_token = run.task.modality.end
+      end_tokens = run.task.modality.end_tokens
     places = pictures * config.num_patches if sees else 0
     self._program = slots_lib.Program(
-      *(config, mode, max_length + places, places, end_token)
+      *(config, mode, max_length + places, places, end_tokens)
     )
     self._grammars = None
     if run.tokenizer is not None and grammar_lib.available():
       self._grammars = grammar_lib.Grammars(
-        run.tokenizer, config.vocab_size, end_token
+        run.tokenizer, config.vocab_size, end_tokens
       )
     self._variables = variables
     self._ids = itertools.count()
@@ -686,7 +686,7 @@ class Engine:
   def _add(self, request, token, log_prob, likeliest) -> None:
     """Emits a request's new token; ends the request if this is its last one."""
     request.limit -= 1
-    ends = token == self._program.end_token
+    ends = token in self._program.end_tokens
     text = '' if ends else request.text.add(token)
     reason = None
     if ends or request.text.stopped:

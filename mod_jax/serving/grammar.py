@@ -95,27 +95,32 @@ class Grammars:
   Threads may share one object.
   """
 
-  def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int | None):
+  def __init__(
+    self, tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]
+  ):
     """Creates the object; the first `compile` prepares the vocabulary.
 
     `vocab_size` is the number of the model's logits: masks have as many bits,
-    rounded up to words of 32. `end` is the model's end token; None if it has
-    none. Raises UserError if llguidance is not installed.
+    rounded up to words of 32. `ends` are the model's end tokens; the first may
+    follow a whole text, and the others are never allowed. Raises UserError if
+    llguidance is not installed.
     """
     require_library()
-    self._tokenizer, self._end = tokenizer, end
+    self._tokenizer, self._ends = tokenizer, ends
     self._words = -(-vocab_size // 32)
     self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, 'grammar')
     self._lock = threading.Lock()
 
   @functools.cached_property
   def _vocabulary(self):
-    end, surfaces = self._end, list(self._tokenizer.surfaces)
+    ends, surfaces = self._ends, list(self._tokenizer.surfaces)
     # llguidance marks special tokens by 0xFF, a byte that UTF-8 does not have.
-    special = [i for i, text in enumerate(surfaces) if not text or i == end]
+    special = [i for i, text in enumerate(surfaces) if not text or i in ends]
     for i in special:
       surfaces[i] = b'\xff<%d>' % i
-    if end is None:
+    if ends:
+      end = ends[0]
+    else:
       # llguidance needs an end token: add one whose id the model does not have.
       end = max(len(surfaces), 32 * self._words)
       surfaces += [b'\xff<%d>' % i for i in range(len(surfaces), end + 1)]

@@ -110,7 +110,7 @@ class Program:
   mode: RoutingMode
   room: int  # Most tokens that a slot's cache holds.
   image_places: int  # `TokenInfo.image_places` of each slot.
-  end_token: int | None
+  end_tokens: tuple[int, ...]
 
   def empty(self, batch, length_B=None):
     return lm.LMCache.empty(
@@ -194,8 +194,7 @@ class Program:
       token_B = jnp.where(gate.held_B, rows.token_B, token_B)
     count_B = rows.count_B + draws_B
     active_B = rows.active_B & (count_B < rows.limit_B)
-    if self.end_token is not None:
-      active_B &= token_B != self.end_token
+    active_B &= ~generation.ends(token_B, self.end_tokens)
     rows = rows.replace(token_B=token_B, active_B=active_B, count_B=count_B)
     return rows, extras, (*outputs, *likeliest)
 

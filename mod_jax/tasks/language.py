@@ -301,7 +301,7 @@ class Language(Modality):
       tokens_BP,
       valid_BP,
       max_new_tokens=max_new_tokens,
-      end_token=self.tokenizer.eos_id,
+      end_token=self.tokenizer.end_ids,
       **kwargs,
     )
 

@@ -85,6 +85,11 @@ class VisionLanguage(Modality):
     first = self.tokenizer.encode('a')[:1]
     return any(self.tokenizer.surfaces[i].startswith(b' ') for i in first)
 
+  @property
+  def end_tokens(self) -> tuple[int, ...]:
+    """The tokens after which the generation of an answer stops."""
+    return self.tokenizer.end_ids or (self.end,)
+
   def check(self):
     model, tokenizer = self.config.model, self.tokenizer
     if model.vocab_size < tokenizer.vocab_size:
@@ -432,7 +437,7 @@ class VisionLanguage(Modality):
       images_BIHWC=placed.images_BIHWC,
       kind_BP=placed.kind_BL,
       max_new_tokens=max_new_tokens,
-      end_token=self.end,
+      end_token=self.end_tokens,
       **kwargs,
     )
     arrays = map(np.asarray, (generated.tokens_BN, generated.length_B))

@@ -9,6 +9,7 @@ import pytest
 
 from mod_jax import config as config_lib
 from mod_jax import paths
+from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.lm import LMConfig
@@ -76,9 +77,9 @@ def test_a_recogniser_says_its_rate(tmp_path):
 @pytest.mark.parametrize(
   ('name', 'ends'),
   # transformers takes those of the config where the other file is missing.
-  [('generation_config', [2, 3]), ('generation_config', 3), ('config', 3)],
+  [('generation_config', [2, 3]), ('generation_config', [1]), ('config', [3])],
 )
-def test_settings_of_generation_that_are_not_followed_are_told(
+def test_settings_of_generation_are_followed_or_told(
   name, ends, tmp_path, caplog
 ):
   folder = shutil.copytree(GOLDEN / 'lm_eval' / 'model', tmp_path / 'model')
@@ -87,8 +88,12 @@ def test_settings_of_generation_that_are_not_followed_are_told(
   file = folder / f'{name}.json'
   file.write_text(json.dumps(paths.read_object(file) | told))
   _ = Source.open(folder).experiment
-  said = f'followed: repetition_penalty=1.1; eos_token_id={ends}.'
-  assert said in caplog.text
+  assert 'not followed: repetition_penalty=1.1.' in caplog.text
+  # Copies keep them, as of exports.
+  tokenizers.copy('huggingface', str(folder), str(tmp_path / 'copy'))
+  for there in (folder, tmp_path / 'copy'):
+    found = tokenizers.make('huggingface', str(there)).end_ids
+    assert set(found) == {1, *ends}
 
 
 VISION = {

@@ -82,14 +82,20 @@ class TestGreedy:
   def test_stops_where_it_would_stop_without_one(self):
     draft = CASES['never, drop'][2]
     tokens_BN = np.asarray(without_draft(MOD, DROP).tokens_BN)
-    # A token that ends some rows early, and not all.
-    end = next(
-      token
-      for token in range(VOCAB)
-      if 0 < (tokens_BN[:, 1:-1] == token).any(axis=-1).sum() < 4
+    # Tokens that end some rows early, and not all.
+    ends = next(
+      pair
+      for pair in itertools.combinations(range(VOCAB), 2)
+      if 0 < np.isin(tokens_BN[:, 1:-1], pair).any(axis=-1).sum() < 4
+      and np.isin(pair, tokens_BN[:, 1:-1]).all()
     )
-    want = run(MOD, DROP, end_token=end)
-    got = run(MOD, DROP, end_token=end, draft=draft)
+    want = run(MOD, DROP, end_token=ends)
+    before_BN = np.cumsum(np.isin(tokens_BN, ends), axis=-1) == 0
+    np.testing.assert_array_equal(want.length_B, before_BN.sum(axis=-1))
+    np.testing.assert_array_equal(
+      want.tokens_BN[before_BN], tokens_BN[before_BN]
+    )
+    got = run(MOD, DROP, end_token=ends, draft=draft)
     for name in ('tokens_BN', 'length_B', 'routed'):
       np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
     np.testing.assert_allclose(got.log_prob_BN, want.log_prob_BN, atol=1e-4)
