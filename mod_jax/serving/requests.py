@@ -146,6 +146,14 @@ class _Request(_Fields):
   metadata: Any = None
   store: Any = None
 
+  @pydantic.model_validator(mode='after')
+  def _streams_if_it_says_how(self):
+    if self.stream_options is not None and not self.stream:
+      raise PydanticCustomError(
+        'stream', 'stream_options come with stream: set stream=true.'
+      )
+    return self
+
   @property
   def choices(self) -> int:
     """The number of continuations of each prompt."""

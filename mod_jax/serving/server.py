@@ -481,6 +481,10 @@ class _Answer:
       return f'data: {json.dumps(fields)}\n\n'
 
     begun = set()  # Choices of which a chunk was sent.
+    head, options = self._head, self._asked.stream_options
+    tells_usage = options is not None and options.include_usage
+    if tells_usage:
+      head = {**head, 'usage': None}  # OpenAI's API: null in all but the last.
     try:
       async for i, event in self._until_ended():
         with_token = self._asked.wants_logprobs and event.token is not None
@@ -490,14 +494,13 @@ class _Answer:
             # Send the role once: clients concatenate the fields of all chunks.
             del choice['delta']['role']
           begun.add(i)
-          yield encode_event(**self._head, choices=[choice])
+          yield encode_event(**head, choices=[choice])
     except _Refused as error:
       # The HTTP status has been sent already, so the error becomes an event.
       yield encode_event(**_error(error))
       return
-    options = self._asked.stream_options
-    if options and options.include_usage:
-      yield encode_event(**self._head, choices=[], usage=self._usage())
+    if tells_usage:
+      yield encode_event(**{**head, 'usage': self._usage()}, choices=[])
     yield 'data: [DONE]\n\n'
 
   def _usage(self) -> dict[str, int]:

@@ -335,6 +335,7 @@ def test_without_the_library(run, monkeypatch):
     (CHAT, {'logit_bias': {'1': True}}, 'logit_bias=.*: expected numbers by'),
     (CHAT, {'seed': -1}, 'seed=-1: expected a whole'),
     (CHAT, {'top_logprobs': 3}, 'top_logprobs come with logprobs'),
+    (TEXT, {'stream_options': {}}, 'stream_options come with stream'),
     (CHAT, {'response_format': {'type': 'json_schema'}}, 'json_schema belongs'),
     (CHAT, {'tools': [{'type': 'function'}]}, 'tools'),
     (TEXT, {'best_of': 3}, 'best_of=3: expected 1: ask for n choices, and'),

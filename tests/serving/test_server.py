@@ -65,9 +65,11 @@ def test_a_stream_is_the_whole_in_pieces(client):
   assert reasons[-1] == whole.finish_reason
   assert not any(reasons[:-1])
   assert len(chunks) > 2
-  *_, last = client.completions.create(
+  *others, last = client.completions.create(
     **asked, stream=True, stream_options={'include_usage': True}
   )
+  assert {chunk.to_dict()['usage'] for chunk in others} == {None}
+  assert not any('usage' in chunk.to_dict() for chunk in chunks)
   assert last.usage.total_tokens == last.usage.prompt_tokens + 20
   stop = whole.text[2:4]
   cut = client.completions.create(**asked, stop=[stop, 'zzz']).choices[0]
