@@ -294,24 +294,20 @@ class TestLayerDecay:
     with pytest.raises(UserError, match=words):
       optimizer_lib.check_rules(OptimizerConfig(layer_decay=0.5), params())
 
-  def test_all_that_is_before_the_blocks_of_a_vision_transformer(self):
+  def test_what_reads_the_input_comes_before_the_blocks(self):
     config = OptimizerConfig(layer_decay=0.5)
-    for changes in ({'distilled': True}, {'input_norm': True}):
-      model = dataclasses.replace(tiny.VIT, **changes)
-      for name in trees.flatten(tiny.shapes(model)['params']):
+    last = {'norm', 'head', 'head_distilled'}
+    for model in (
+      dataclasses.replace(tiny.VIT, distilled=True),
+      dataclasses.replace(tiny.VIT, input_norm=True),
+      Wav2Vec2Config(num_layers=2),
+    ):
+      params = tiny.shapes(model)['params']
+      optimizer_lib.check_rules(config, params)
+      for name in trees.flatten(params):
         if not name.startswith('block'):
           factor = optimizer_lib.scale_of(config, name, 2).factor
-          assert factor == (1 if name.startswith(('norm', 'head')) else 1 / 8)
-
-  def test_what_reads_sound_comes_before_the_blocks(self):
-    config = OptimizerConfig(layer_decay=0.5)
-    params = tiny.shapes(Wav2Vec2Config(num_layers=2))['params']
-    optimizer_lib.check_rules(config, params)
-    last = {'norm', 'head'}
-    for name in trees.flatten(params):
-      if not name.startswith('block'):
-        factor = optimizer_lib.scale_of(config, name, 2).factor
-        assert factor == (1 if name.split('/')[0] in last else 1 / 8), name
+          assert factor == (1 if name.split('/')[0] in last else 1 / 8), name
 
 
 @pytest.mark.parametrize('kind', ['adamw', 'sgd'])
