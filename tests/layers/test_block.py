@@ -1,15 +1,17 @@
 """Routed post-norm blocks; plain ones are compared with DETR's: `convert/`."""
 
 import dataclasses
+import functools
 
 import blocks
 from blocks import BLOCK
 from flax import linen as nn
 import jax
 import numpy as np
+import pytest
 
 from mod_jax.layers import stack
-from mod_jax.layers.routing_config import VisionRoutingConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 
 B, L, D = 2, 6, 8
 
@@ -44,3 +46,13 @@ def test_a_routed_post_norm_layer_at_capacity_1_is_dense():
   np.testing.assert_array_equal(
     np.asarray(output.x_BLD)[~chosen_BL], np.asarray(X_BLD)[~chosen_BL]
   )
+
+
+def test_which_layer_of_a_stack_is_asked_for_what():
+  mod, amod = MoDConfig(capacity=0.5), VisionRoutingConfig()
+  layers = functools.partial(stack.layer_configs, BLOCK, 4)
+  assert [x.attention_score for x in layers(mod)] == [None] * 4
+  assert [x.routing for x in layers(mod)] == [None, mod] * 2
+  assert [x.attention_score for x in layers(amod)] == ['mean', None] * 2
+  depth = [x.drop_rate for x in layers(stochastic_depth=0.3)]
+  assert depth == pytest.approx([0, 0.1, 0.2, 0.3])
