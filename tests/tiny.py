@@ -306,6 +306,19 @@ def bits(tree):
   return [read(x) for x in jax.tree.leaves(tree)]
 
 
+def same_bits(found, expected):
+  """Asserts that two trees have one structure, and the same bits in it."""
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  assert bits(found) == bits(expected)
+
+
+def flip(path):
+  """Changes one bit in the middle of a file."""
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
 def snapshot(folder):
   """Returns the contents and the times of all files of a folder."""
   return {

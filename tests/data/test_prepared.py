@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 import pytest
+import tiny
 
 from mod_jax import errors
 from mod_jax.data import (
@@ -186,10 +187,7 @@ def cut(path):
 
 
 def flip(path):
-  shard = path / 'held_out-00000.npy'
-  data = bytearray(shard.read_bytes())
-  data[len(data) // 2] ^= 1
-  shard.write_bytes(data)
+  tiny.flip(path / 'held_out-00000.npy')
 
 
 def make_old(path):

@@ -66,11 +66,6 @@ def make_iterator():
   return iter(data.to_iter_dataset())
 
 
-def assert_same(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  assert tiny.bits(a) == tiny.bits(b)
-
-
 def save_steps(directory, steps, **config):
   iterator = make_iterator()
   with Checkpointer(directory, CheckpointConfig(**config)) as checkpointer:
@@ -133,7 +128,7 @@ def test_round_trip_is_bit_exact(tmp_path):
     restored = checkpointer.restore(abstract(state), fresh)
   assert restored.step == 7
   assert restored.metadata == {'config': {'width': 6}}
-  assert_same(restored.state, state)
+  tiny.same_bits(restored.state, state)
   np.testing.assert_array_equal([next(fresh) for _ in range(5)], expected)
   assert not np.array_equal(next(make_iterator()), expected[0])
 
@@ -169,7 +164,7 @@ def test_keeps_the_newest_and_the_first_of_each_step(tmp_path):
     checkpointer.save(5, make_state(6))
     checkpointer.wait()
     restored = checkpointer.restore(abstract(make_state(0)))
-    assert_same(restored.state, make_state(5))
+    tiny.same_bits(restored.state, make_state(5))
   assert {path.name for path in tmp_path.iterdir()} == {'4', '5'}
 
 
@@ -218,26 +213,20 @@ def largest(directory):
   return max(files, key=lambda path: path.stat().st_size)
 
 
-def flip(path):
-  data = bytearray(path.read_bytes())
-  data[len(data) // 2] ^= 1
-  path.write_bytes(data)
-
-
 def array_file(step):
   return largest(step / 'state' / 'ocdbt.process_0' / 'd')
 
 
 # The many kinds of damage are in test_damage.py.
 def test_the_one_before_is_used_and_the_run_goes_on(copy):
-  flip(array_file(copy / '2'))
+  tiny.flip(array_file(copy / '2'))
   state, iterator = abstract(make_state(0)), make_iterator()
   with Checkpointer(copy, CheckpointConfig(keep=2)) as checkpointer:
     with warnings() as said:
       restored = checkpointer.restore(state, iterator)
     assert restored.step == 1
     assert restored.metadata == {'saved': 1}
-    assert_same(restored.state, make_state(1))
+    tiny.same_bits(restored.state, make_state(1))
     expected = make_iterator()
     next(expected)
     np.testing.assert_array_equal(next(iterator), next(expected))
@@ -251,14 +240,14 @@ def test_the_one_before_is_used_and_the_run_goes_on(copy):
       checkpointer.wait()
     assert checkpointer.steps() == [2, 3]
     restored = checkpointer.restore(state)
-  assert_same(restored.state, make_state(3))
+  tiny.same_bits(restored.state, make_state(3))
   restored, said = restore(copy, iterator)
   assert (restored.step, said) == (3, [])
 
 
 def test_none_usable_is_an_error_each_time(copy):
   for step in ('1', '2'):
-    flip(array_file(copy / step))
+    tiny.flip(array_file(copy / step))
   for _ in range(2):  # A second start must not find an empty directory.
     with pytest.raises(UserError, match='no checkpoint in .* is usable') as e:
       restore(copy)
@@ -331,7 +320,7 @@ def test_restores_onto_another_mesh(tmp_path):
   )
   with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
     restored = checkpointer.restore(target).state
-  assert_same(restored, state)
+  tiny.same_bits(restored, state)
   for name, leaf in restored.items():
     assert leaf.sharding.is_equivalent_to(wanted[name], leaf.ndim)
   assert restored['x'].addressable_shards[0].data.shape == (8, 4)
@@ -344,14 +333,14 @@ def test_part_of_a_checkpoint(copy):
   restored = checkpoints.restore_subtree(copy, wanted)
   assert restored.step == 2
   assert restored.metadata == {'saved': 2}
-  assert_same(restored.state.params, state.params)
-  assert_same(restored.state.model_state, state.model_state)
+  tiny.same_bits(restored.state.params, state.params)
+  tiny.same_bits(restored.state.model_state, state.model_state)
   assert restored.state.opt_state is None
 
   by_name = checkpoints.restore_subtree(
     copy, {'params': abstract(state).params}, step=1
   )
-  assert_same(by_name.state, {'params': make_state(1).params})
+  tiny.same_bits(by_name.state, {'params': make_state(1).params})
   assert sorted(copy.rglob('*')) == before
 
 
@@ -372,7 +361,7 @@ def test_part_of_a_checkpoint_that_a_run_deletes_meanwhile(tmp_path, step):
     )
 
   if step is None:
-    assert_same(read().state, {'params': make_state(2).params})
+    tiny.same_bits(read().state, {'params': make_state(2).params})
     assert seen == [1, 2]
   else:
     with pytest.raises(UserError, match=r'step 1 .*expected one of \[2\]'):

@@ -6,6 +6,7 @@ import re
 import shutil
 
 import pytest
+import tiny
 import tiny_runs
 
 from mod_jax import tasks
@@ -54,12 +55,6 @@ def copy(run, tmp_path):
 
 
 # What may happen to a file or a folder.
-
-
-def flip(path):
-  data = bytearray(path.read_bytes())
-  data[len(data) // 2] ^= 1
-  path.write_bytes(data)
 
 
 def halve(path):
@@ -118,12 +113,12 @@ NESTED = b'[' * 10**6
 
 # Each falls back to the checkpoint before, and says why.
 CHECKPOINT = [
-  (ARRAYS, flip, 'checksum of .* is wrong'),
+  (ARRAYS, tiny.flip, 'checksum of .* is wrong'),
   (ARRAYS, directory, 'is missing'),
   (ARRAYS, loop, 'Too many levels'),
-  (f'{STATE}/_METADATA', flip, 'checksum of state/_METADATA is wrong'),
+  (f'{STATE}/_METADATA', tiny.flip, 'checksum of state/_METADATA is wrong'),
   (f'{STATE}/more', becomes(b'x'), 'state/more is not in manifest.json'),
-  (f'{NEWEST}/metadata/metadata', flip, 'metadata is wrong'),
+  (f'{NEWEST}/metadata/metadata', tiny.flip, 'metadata is wrong'),
   (MANIFEST, gone, 'nothing vouches for it'),
   (MANIFEST, halve, 'manifest.json is damaged'),
   (MANIFEST, becomes(NESTED), 'manifest.json is damaged'),

@@ -7,18 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_task
-from tiny_task import Tiny, train
+from tiny_task import Tiny, steps_on_disk, train
 
 from mod_jax.errors import UserError
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import stop
-from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import phases
 from mod_jax.train import evaluation, hooks
 
 pytestmark = [
   pytest.mark.slow,
-  pytest.mark.usefixtures('one_device'),
+  pytest.mark.usefixtures('no_report', 'one_device'),
 ]
 
 PEAK = 4  # The step after which the accuracy falls.
@@ -35,7 +34,6 @@ def _peaked(monkeypatch):
     }
 
   monkeypatch.setattr(Tiny, 'eval_step', eval_step)
-  monkeypatch.setattr(evaluation, 'report', lambda *args: None)
 
 
 def make_config(**changes):
@@ -50,15 +48,10 @@ def make_config(**changes):
   return tiny_task.make_config(**own | changes)
 
 
-def on_disk(workdir):
-  folder = workdir_lib.checkpoints(workdir)
-  return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
-
-
 def left(workdir):
   """Returns what a run leaves behind, without the times."""
   return (
-    on_disk(workdir),
+    steps_on_disk(workdir),
     (workdir / 'best.json').read_text(),
     metrics_lib.read(workdir),
   )
@@ -72,7 +65,7 @@ def value_of(trained):
 def test_the_best_stays_beside_the_newest(tmp_path, metric, capsys):
   train(make_config(**{'checkpoint.best': metric}), tmp_path)
   # By steps alone, 9 and 12 would be all.
-  assert on_disk(tmp_path) == [PEAK, 9, 12]
+  assert steps_on_disk(tmp_path) == [PEAK, 9, 12]
   value = {'accuracy': 1.0, 'loss': 0.5}[metric]
   best = json.loads((tmp_path / 'best.json').read_text())
   assert best == {'step': PEAK, 'metric': metric, 'value': value}
@@ -85,7 +78,7 @@ def test_the_best_stays_beside_the_newest(tmp_path, metric, capsys):
 
 def test_without_a_metric_there_is_no_best(tmp_path):
   train(make_config(**{'checkpoint.best': None}), tmp_path)
-  assert on_disk(tmp_path) == [9, 12]
+  assert steps_on_disk(tmp_path) == [9, 12]
   with pytest.raises(UserError, match='names no best checkpoint'):
     tiny_task.load(tmp_path, step='best')
 
@@ -104,7 +97,7 @@ def test_a_run_that_gets_no_better_ends_early(tmp_path, monkeypatch, capsys):
   assert 'ends early, at step 8: no better accuracy in 2' in (
     capsys.readouterr().err
   )
-  assert on_disk(tmp_path) == [PEAK, 6, 8]
+  assert steps_on_disk(tmp_path) == [PEAK, 6, 8]
   before = left(tmp_path)
 
   # The same command again takes no step, and phases know that it is finished.
@@ -179,7 +172,7 @@ def test_a_kill_before_the_best_is_saved_changes_nothing(tmp_path, monkeypatch):
     train(config, tmp_path / 'parts')
   # The line of the evaluation is there, the checkpoint is not.
   assert metrics_lib.read(tmp_path / 'parts')[-1]['step'] == PEAK
-  assert on_disk(tmp_path / 'parts') == [2, 3]
+  assert steps_on_disk(tmp_path / 'parts') == [2, 3]
   monkeypatch.setattr(hooks.Save, 'now', save)
   train(config, tmp_path / 'parts')
   assert left(tmp_path / 'parts') == left(tmp_path / 'whole')

@@ -15,7 +15,6 @@ import pytest
 from mod_jax import config as config_lib
 from mod_jax.runs import checkpoints, metrics
 from mod_jax.tasks import phases
-from mod_jax.train import evaluation
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -63,12 +62,10 @@ def start_two(config, workdir, *args, small=SMALL):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('one_device')
+@pytest.mark.usefixtures('no_report', 'one_device')
 def test_two_hosts_equal_one_and_each_continues_the_other(
-  tmp_path, load_config_file, monkeypatch
+  tmp_path, load_config_file
 ):
-  # One report is enough: the processes below write theirs.
-  monkeypatch.setattr(evaluation, 'report', lambda *args: None)
   config = config_lib.replace(
     load_config_file('configs/lm/mod.py', 'tiny'),
     ROUTED | {'train.num_steps': STEPS},
@@ -103,10 +100,9 @@ def test_two_hosts_equal_one_and_each_continues_the_other(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('one_device')
-def test_two_hosts_judge_as_one(tmp_path, load_config_file, monkeypatch):
+@pytest.mark.usefixtures('no_report', 'one_device')
+def test_two_hosts_judge_as_one(tmp_path, load_config_file):
   """Of balanced draws, by a metric of all rows, to an early end."""
-  monkeypatch.setattr(evaluation, 'report', lambda *args: None)
   small = {
     'model.num_layers': 1,
     'train.num_steps': 60,

@@ -19,7 +19,7 @@ import pytest
 import tiny
 from tiny_runs import make_config
 import tiny_task
-from tiny_task import Tiny, train
+from tiny_task import Tiny, steps_on_disk, train
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
@@ -54,11 +54,6 @@ def tiny_config(**changes):
   return tiny_task.make_config(**own | changes)
 
 
-def checkpoint_steps(workdir):
-  folder = workdir_lib.checkpoints(workdir)
-  return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
-
-
 def test_what_a_run_leaves_behind(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(Tiny, 'pictures', lambda *args: {'view': Figure()})
   monkeypatch.setattr(Tiny, 'finish', lambda *args: ['a text'])
@@ -81,7 +76,7 @@ def test_what_a_run_leaves_behind(tmp_path, capsys, monkeypatch):
   last = {k: v for k, v in held_out[-1].items() if k not in ('step', 'kind')}
   assert last == result.metrics
 
-  assert checkpoint_steps(workdir) == [4, 6, 8]  # The newest three.
+  assert steps_on_disk(workdir) == [4, 6, 8]  # The newest three.
   assert workdir_lib.read_config(workdir, ExperimentConfig) == config
   assert json.loads((workdir / 'eval.json').read_text()) == {
     'step': 8,
@@ -185,7 +180,7 @@ def test_a_run_learns(tmp_path, quiet):
   assert losses[-1] < 0.5
   assert result.metrics['loss'] < 0.5
   # Asked for none on the way, there is one at the end.
-  assert checkpoint_steps(tmp_path / 'run') == [40]
+  assert steps_on_disk(tmp_path / 'run') == [40]
 
 
 def test_stages_are_compiled_once_each(tmp_path, monkeypatch, quiet):
@@ -264,7 +259,7 @@ class TestDivergence:
     )
     with pytest.raises(TrainingDiverged, match=said):
       train(tiny_config(**{'evaluation.every': 0}), tmp_path)
-    assert checkpoint_steps(tmp_path)[-1] == good
+    assert steps_on_disk(tmp_path)[-1] == good
     *_, line = strict_lines(tmp_path / 'metrics.jsonl')
     if name in line:
       assert (line['step'], line[name]) == (at, None)
@@ -294,7 +289,7 @@ class TestDivergence:
     config = config_lib.replace(config, {'evaluation.every': 0})
     with pytest.raises(TrainingDiverged, match='at step 3'):
       train(config, tmp_path / 'stop', max_steps=4)
-    assert checkpoint_steps(tmp_path / 'stop') == []
+    assert steps_on_disk(tmp_path / 'stop') == []
 
 
 def signal_at(monkeypatch, step, *numbers):
@@ -347,7 +342,7 @@ class TestStop:
       assert [x['step'] for x in metrics_lib.read(tmp_path)] == [1, 2, 3, 4, 5]
     assert signal.getsignal(signal.SIGTERM) == before
     assert not deaths
-    assert checkpoint_steps(tmp_path) == saved
+    assert steps_on_disk(tmp_path) == saved
     # It is over: the next run does not stop.
     assert not stop.requested()
 
@@ -382,7 +377,7 @@ class TestStop:
       return result.step, result.steps
 
     assert stopped_in(workdir_lib, 'claim') == (0, 0)
-    assert not checkpoint_steps(workdir)
+    assert not steps_on_disk(workdir)
     assert stopped_in(loop, 'jit_step') == (1, 1)
     assert stopped_in(loop.Checkpointer, 'restore') == (1, 0)
     for steps in (2, 0):  # What was cut short comes first.
@@ -393,7 +388,7 @@ class TestStop:
     assert stopped_in(evaluation, 'held_out') == (8, 0)
     assert stopped_in(Tiny, 'finish') == (8, 0)
     assert stopped_in(Tiny, 'pictures') == (8, 0)
-    assert checkpoint_steps(workdir) == [1, 3, 8]
+    assert steps_on_disk(workdir) == [1, 3, 8]
     assert train(config, workdir).finished
     assert files(workdir) == files(tmp_path / 'whole')
     assert not deaths
@@ -415,7 +410,7 @@ class TestStop:
 
     monkeypatch.setattr(type(iterator), '__next__', dying)
     assert train(config, tmp_path).step == 3
-    assert checkpoint_steps(tmp_path) == [2, 3]
+    assert steps_on_disk(tmp_path) == [2, 3]
     assert not deaths
 
   def test_the_numbers_of_several_hosts_grow_over_all_runs(
@@ -478,7 +473,7 @@ class TestStop:
         },
       )
       train(config, tmp_path / str(minutes))
-      assert checkpoint_steps(tmp_path / str(minutes)) == saved
+      assert steps_on_disk(tmp_path / str(minutes)) == saved
 
 
 class TestRefused:

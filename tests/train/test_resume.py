@@ -8,7 +8,6 @@ import unittest.mock
 
 import chaos
 import harness
-import jax
 import pytest
 import tiny
 import tiny_runs
@@ -42,11 +41,6 @@ def make_config(texts, routing=LEARNED, **changes):
     'checkpoint.every': 4,
   }
   return tiny_runs.make_config(texts, routing, **own | changes)
-
-
-def assert_same_state(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  assert tiny.bits(a) == tiny.bits(b)
 
 
 @dataclasses.dataclass
@@ -97,7 +91,7 @@ def test_stopped_and_continued_is_bit_identical(whole, tmp_path, one_device):
     assert not part.finished
   rest = phases.train(whole.config, tmp_path)
   assert rest.finished
-  assert_same_state(rest.state, whole.result.state)
+  tiny.same_bits(rest.state, whole.result.state)
   assert rest.metrics == whole.result.metrics
   assert metrics_lib.read(tmp_path) == metrics_lib.read(whole.workdir)
   assert len(set(losses(tmp_path).values())) == 10

@@ -121,6 +121,11 @@ def train(config, workdir, **kwargs):
   return loop.train(Tiny(config), config, workdir, **kwargs)
 
 
+def steps_on_disk(workdir):
+  folder = workdir_lib.checkpoints(workdir)
+  return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+
+
 def load(workdir, **kwargs):
   config = workdir_lib.read_config(workdir, ExperimentConfig)
   return evaluation.load(Tiny(config), workdir, **kwargs)
