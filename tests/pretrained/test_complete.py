@@ -21,7 +21,6 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.tasks import make_task, phases
-from mod_jax.train import evaluation
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / 'tests' / 'golden'
@@ -138,9 +137,8 @@ def test_weights_of_another_kind_are_refused_by_it(name, what, photos):
 
 @pytest.mark.slow
 def test_the_dense_run_comes_first_and_is_learnt_from(
-  hugging_face, photos, tmp_path, on_one_device, monkeypatch
+  hugging_face, photos, tmp_path, on_one_device, no_report
 ):
-  monkeypatch.setattr(evaluation, 'report', lambda *args: None)
   config = build('dynamic', photos, init=str(hugging_face('vit_huggingface')))
   assert config.model.stages == (1,)
   small = dict.fromkeys(('train.num_steps', 'dense.num_steps'), 2)

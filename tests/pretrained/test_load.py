@@ -21,7 +21,6 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.tasks import make_task, phases
-from mod_jax.train import evaluation
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 CLASSES = ('blue', 'red')
@@ -36,7 +35,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def workdir(folder, tmp_path_factory, on_one_device):
+def workdir(folder, tmp_path_factory, on_one_device, no_report):
   model = dataclasses.replace(
     tiny.VIT,
     **{'image_size': SIZE, 'patch_size': 4, 'num_classes': 2},
@@ -53,8 +52,7 @@ def workdir(folder, tmp_path_factory, on_one_device):
   )
   sizes = {'train.num_steps': 2, 'evaluation.batch_size': 6}
   workdir = tmp_path_factory.mktemp('run')
-  with on_one_device(), pytest.MonkeyPatch.context() as patch:
-    patch.setattr(evaluation, 'report', lambda *args: None)
+  with on_one_device():
     phases.train(tiny.experiment(model, data, **sizes), workdir)
   return workdir
 

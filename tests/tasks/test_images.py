@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from scipy import special
 import tiny
 
 from mod_jax import config as config_lib
@@ -83,14 +84,6 @@ def _init(model, seed):
   return tiny.random_params(model, seed, mean=0.1), state
 
 
-@pytest.fixture(scope='module')
-def one_device_each(on_one_device):
-  with on_one_device(), pytest.MonkeyPatch.context() as patch:
-    # Their tables and pictures are looked at elsewhere.
-    patch.setattr(evaluation, 'report', lambda *args: None)
-    yield
-
-
 def random_batch():
   rng = np.random.default_rng(0)
   return {
@@ -100,14 +93,9 @@ def random_batch():
   }
 
 
-def log_softmax(logits):
-  logits = np.asarray(logits, np.float64)
-  top = logits.max(axis=-1, keepdims=True)
-  return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
-
-
 def cross_entropy(logits_BV, target_BV):
-  return -(target_BV * log_softmax(logits_BV)).sum(axis=-1)
+  log_p_BV = special.log_softmax(np.float64(logits_BV), axis=-1)
+  return -(target_BV * log_p_BV).sum(axis=-1)
 
 
 @functools.cache
@@ -435,11 +423,12 @@ def test_epochs_and_what_the_data_are(folder, tmp_path):
 
 
 @pytest.fixture(scope='module')
-def dense_run(tmp_path_factory, one_device_each):
+def dense_run(tmp_path_factory, on_one_device, no_report):
   """A dense run, and its held-out metrics: those of its averages."""
   workdir = tmp_path_factory.mktemp('runs') / 'dense'
   config = make(**{'train.ema_decay': 0.6, 'train.num_steps': 6}).config
-  result = phases.train(config, workdir)
+  with on_one_device():
+    result = phases.train(config, workdir)
   params = result.state.eval_params
   assert not np.array_equal(
     params['head']['kernel'], result.state.params['head']['kernel']
@@ -570,7 +559,7 @@ class TestTeacher:
 
   @pytest.mark.slow
   def test_it_stands_beside_the_state(
-    self, dense_run, tmp_path, monkeypatch, one_device_each
+    self, dense_run, tmp_path, monkeypatch, one_device
   ):
     workdir, dense, trained = dense_run
     model = dataclasses.replace(DYNAMIC, stages=(1,))

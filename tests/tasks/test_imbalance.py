@@ -20,11 +20,10 @@ from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.pretrained import export
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.tasks import make_task, phases
-from mod_jax.train import evaluation
 
 pytestmark = [
   pytest.mark.slow,
-  pytest.mark.usefixtures('one_device'),
+  pytest.mark.usefixtures('no_report', 'one_device'),
 ]
 
 MODEL = dataclasses.replace(tiny.VIT, patch_size=4, num_classes=3, num_layers=1)
@@ -48,11 +47,6 @@ def folder(tmp_path_factory):
         rows.append(f'{path},{name}{";odd" if i % 2 else ""},{split}')
   (root / 'labels.csv').write_text('\n'.join(rows))
   return root
-
-
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch):
-  monkeypatch.setattr(evaluation, 'report', lambda *args: None)
 
 
 def make_config(folder, **changes):
