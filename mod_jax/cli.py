@@ -290,7 +290,7 @@ def define_dtype() -> None:
   )
 
 
-def load_config(file, cls, *, complete=True):
+def load_config(file, cls, *, complete=True, changes=None):
   """Returns the experiment of --config, changed by --config.FIELD=VALUE.
 
   A config file may define `complete(config)`, which sets fields that depend on
@@ -301,7 +301,13 @@ def load_config(file, cls, *, complete=True):
     file: the value of --config, FILE.py[:variant]; None if it was not given.
     cls: the dataclass that the config file builds, e.g. ExperimentConfig.
     complete: whether to call `complete`, which may read data.
+    changes: values by dotted field to set after the command line's, such as
+      those of a point of a sweep.
   """
+
+  def change(config):
+    return config_lib.replace(changed(config), changes or {})
+
   if file is None:
     raise UserError(
       '--config is missing: give a config file such as '
@@ -325,9 +331,9 @@ def load_config(file, cls, *, complete=True):
       f'--config={file} is a {type(config).__name__}, and this command takes a'
       f' {cls.__name__}.'
     )
-  config = changed(config)
+  config = change(config)
   if complete and hasattr(module, 'complete'):
-    config = changed(module.complete(config))
+    config = change(module.complete(config))
   return config
 
 

@@ -19,6 +19,8 @@ files that are not found here are taken from the installed package.
 The same command continues a run that was interrupted.
 """
 
+import functools
+
 from absl import flags
 import jax
 
@@ -95,9 +97,8 @@ def main(_) -> None:
         f'--{name} and --sweep: the first is for a single run, so leave one'
         ' out.'
       )
-  config = cli.load_config(
-    args.config, ExperimentConfig, complete=not args.describe
-  )
+  build = functools.partial(cli.load_config, args.config, ExperimentConfig)
+  config = build(complete=not args.describe)
   if args.describe:
     print(config_docs.page(cli.config_file(args.config), config))
     return
@@ -118,7 +119,11 @@ def main(_) -> None:
   kwargs = {'allow_changed_data': args.allow_changed_data}
   with stop.listening():
     if axes:
-      points = grid.run(config, axes, args.workdir, **kwargs)
+      points = grid.run(
+        *(config, axes, args.workdir),
+        build=lambda changes: build(changes=changes),
+        **kwargs,
+      )
       if jax.process_index() == 0:
         print(grid.table(points))
     else:

@@ -1,6 +1,6 @@
 """Grid sweeps: runs for all combinations of some fields' values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import hashlib
 import itertools
@@ -22,6 +22,7 @@ if typing.TYPE_CHECKING:  # Matplotlib takes long to import.
   from matplotlib.figure import Figure
 
 Axes = Mapping[str, Sequence[Any]]  # Values by dotted field.
+Build = Callable[[Mapping[str, Any]], ExperimentConfig]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +68,12 @@ def parse(
 
 
 def points(
-  config: ExperimentConfig, axes: Axes
+  config: ExperimentConfig, axes: Axes, build: Build | None = None
 ) -> list[tuple[str, ExperimentConfig]]:
   """Returns name and config of each combination, the last axis varying fastest.
+
+  `build` returns the config with a point's values, for config files that derive
+  other fields from these; None sets the values in `config` alone.
 
   Raises:
     UserError: a field is unknown, a value is not allowed, or two points have
@@ -94,8 +98,9 @@ def points(
         path: config_lib.fit(value, hints[path], path)
         for path, value in values.items()
       }
+      point = build(changes) if build else config
       configs[name] = config_lib.replace(
-        config, {'name': f'{config.name} {name}'} | changes
+        point, {'name': f'{config.name} {name}'} | changes
       )
     except UserError as error:
       raise UserError(f'the point {name} of the sweep: {error}') from error
@@ -112,6 +117,7 @@ def run(
   axes: Axes,
   workdir,
   *,
+  build: Build | None = None,
   allow_changed_data: bool = False,
 ) -> list[Point]:
   """Trains all points that no other worker trains, and records their metrics.
@@ -121,6 +127,7 @@ def run(
   the same config is not trained again. A point that diverges does not stop the
   others. `WORKDIR/sweep.json` is rewritten after each point, and
   `WORKDIR/pareto.png` shows accuracy against compute if both are measured.
+  `build` is as in `points`.
 
   Returns:
     The finished points in order: fewer than all if a signal stopped the sweep
@@ -144,7 +151,7 @@ def run(
       path=workdir / 'results' / f'{name}.json',
       origin=hashlib.sha256(config_lib.to_json(changed).encode()).hexdigest(),
     )
-    for name, changed in points(config, axes)
+    for name, changed in points(config, axes, build)
   ]
   for job in jobs:
     phase_runs = phases.expand(job.config, job.folder)

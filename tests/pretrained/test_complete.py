@@ -13,14 +13,16 @@ import pytest
 import tiny
 
 import mod_jax
+from mod_jax import cli, trees
 from mod_jax import config as config_lib
-from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.data import prepare, text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.sweeps import grid
 from mod_jax.tasks import make_task, phases
+from mod_jax.tasks.experiment import ExperimentConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / 'tests' / 'golden'
@@ -96,6 +98,20 @@ def test_twenty_epochs_with_any_batch_size(photos):
   assert config.train.batch_size == config.dense.batch_size == 1
   assert config.train.num_steps == 20 * 21  # Of 24 pictures, 3 are held out.
   assert config.dense.num_steps == 3 * config.train.num_steps
+
+
+def test_fields_of_a_sweep_s_points_follow_from_their_values(photos):
+  def of_file(changes):
+    file = f'{ROOT}/configs/vit/folder.py:dense'
+    changes = {'data.path': str(photos), **changes}
+    return cli.load_config(file, ExperimentConfig, changes=changes)
+
+  axes = {'train.batch_size': (1, 2)}
+  points = dict(grid.points(of_file({}), axes, of_file))
+  assert {k: x.train.num_steps for k, x in points.items()} == {
+    'train.batch_size=1': 3 * 20 * 21,  # Thrice as many from scratch.
+    'train.batch_size=2': 3 * 20 * 21 // 2,
+  }
 
 
 def test_dense_first_where_it_is_needed(hugging_face, photos):
