@@ -19,7 +19,8 @@ class Objects(NamedTuple):
   """The objects of a picture.
 
   Attributes:
-    label_N: int32 classes, which are ids of categories.
+    label_N: int32 classes, which are ids of categories; of a crowd, `of_crowd`
+      of its class.
     box_N4: float32 centre x, centre y, width and height, as fractions of the
       picture.
   """
@@ -33,12 +34,20 @@ def box_between(low: np.ndarray, high: np.ndarray) -> np.ndarray:
   return np.concatenate([(low + high) / 2, high - low], axis=-1)
 
 
+def of_crowd(label):
+  """Returns the label of a crowd of a class, or the class of such a label.
+
+  Labels of crowds are -2 or less: losses take no negative label for an object.
+  """
+  return -2 - label
+
+
 class Coco:
   """A split of a data set: random access to pictures and their objects.
 
-  Classes are the ids of categories, which may have gaps. Boxes of crowds, and
-  boxes without an area within the picture, are left out. Other boxes are cut
-  off at the picture's edge. Pictures without objects remain.
+  Classes are the ids of categories, which may have gaps. Boxes without an area
+  within the picture are left out. Other boxes are cut off at the picture's
+  edge. Pictures without objects remain.
 
   Attributes:
     class_names: names by id; '' for ids that no category has.
@@ -62,12 +71,12 @@ class Coco:
       size = self._pictures[image]['width'], self._pictures[image]['height']
       low = np.clip(box_4[:2], 0, size)
       high = np.clip(box_4[:2] + box_4[2:], 0, size)
-      if crowd or (high <= low).any():
-        left_out += not crowd
+      if (high <= low).any():
+        left_out += 1
         continue
       cut += bool(np.abs(high - low - box_4[2:]).max() > 1)
       box_4 = box_between(low / size, high / size)
-      rows[image].append((label, *box_4))
+      rows[image].append((of_crowd(label) if crowd else label, *box_4))
     if cut or left_out:
       logging.warning(
         '%s: %d boxes reach beyond their picture by over a pixel and are cut'
@@ -90,7 +99,7 @@ class Coco:
 
   @property
   def most(self) -> int:
-    """The largest number of objects in a picture."""
+    """The largest number of objects, and crowds, in a picture."""
     return max(len(objects.label_N) for objects in self._objects)
 
   def name(self, index: int) -> str:

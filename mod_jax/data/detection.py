@@ -113,7 +113,8 @@ class DetectionDataConfig:
     flip: probability that a picture to train on is mirrored.
     crop: probability that a window is cut out of a picture to train on, with
       the sizes of DETR's recipe; boxes are cut off at the window's edge.
-    most: number of objects to which the targets of a picture are padded.
+    most: number of objects, and crowds, to which the targets of a picture are
+      padded.
     mean: subtracted from values in [0, 1], per channel.
     std: divided by, per channel.
     workers: processes that read pictures; 0 uses threads in this process. The

@@ -1,8 +1,8 @@
 """DETR's set prediction: matching objects to queries, and the losses.
 
 Carion et al. 2020, sections 3.1 and A.2. Boxes are centre x, centre y, width
-and height as fractions of the picture. Targets are padded: `label_BT` is -1
-where there is no object.
+and height as fractions of the picture. Targets are padded: `label_BT` is
+negative where there is no object.
 """
 
 import flax.struct
@@ -65,7 +65,7 @@ def match(
   Args:
     logits_BQV: float32 logits of the classes; the last is "no object".
     boxes_BQ4: predicted boxes.
-    label_BT: int32 classes; -1 for padding.
+    label_BT: int32 classes; negative for padding.
     target_BT4: true boxes; any finite numbers at padding.
 
   Returns:

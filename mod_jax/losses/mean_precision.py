@@ -27,28 +27,37 @@ class Boxes(NamedTuple):
 
 
 def average_precisions(
-  found: Sequence[Boxes], there: Sequence[Boxes], num_classes: int
+  found: Sequence[Boxes],
+  there: Sequence[Boxes],
+  crowds: Sequence[Boxes],
+  num_classes: int,
 ) -> np.ndarray:
   """Returns the average precision ap_VJ of classes at the J `THRESHOLDS`.
 
-  `found` has the detections of each picture, `there` the true boxes. Precision
-  is interpolated at 101 points of recall; a class without true boxes has NaN.
-  Without crowds, the result equals the mean over recall of pycocotools'
-  `precision` for all areas and 100 detections.
+  `found` has the detections of each picture, `there` the true boxes of single
+  objects, and `crowds` those of crowds: a detection in a crowd that finds no
+  single object is neither right nor wrong. Precision is interpolated at 101
+  points of recall; a class without single objects has NaN. The result equals
+  the mean over recall of pycocotools' `precision` for all areas and 100
+  detections.
   """
   ap_VJ = np.full((num_classes, len(THRESHOLDS)), np.nan)
   for label in range(num_classes):
-    scores, hits, total = [], [], 0
-    for of_found, of_there in zip(found, there, strict=True):
-      real_T4 = of_there.box_N4[of_there.label_N == label]
+    scores, hits, ignored, total = [], [], [], 0
+    for of_picture in zip(found, there, crowds, strict=True):
+      of_found, *true = of_picture
+      real_T4, crowd_C4 = (x.box_N4[x.label_N == label] for x in true)
       mine = of_found.label_N == label
       order = np.argsort(-of_found.score_N[mine], kind='stable')[:_MOST]
+      box_N4 = of_found.box_N4[mine][order]
       scores.append(of_found.score_N[mine][order])
-      hits.append(_hits(of_found.box_N4[mine][order], real_T4))
+      hits.append(_hits(box_N4, real_T4))
+      ignored.append(_in_crowds(box_N4, crowd_C4))
       total += len(real_T4)
     if total:
       order = np.argsort(-np.concatenate(scores), kind='stable')
-      ap_VJ[label] = _precision(np.concatenate(hits)[order], total)
+      hit_NJ, ignored_NJ = (np.concatenate(x)[order] for x in (hits, ignored))
+      ap_VJ[label] = _precision(hit_NJ, ~hit_NJ & ~ignored_NJ, total)
   return ap_VJ
 
 
@@ -64,14 +73,23 @@ def _hits(box_N4, real_T4) -> np.ndarray:
       candidate_T = np.where(left_T, overlap_T, -1)
       # Among equally good boxes take the last, as COCO's code does.
       best = len(candidate_T) - 1 - candidate_T[::-1].argmax()
-      if candidate_T[best] >= min(threshold, 1 - 1e-10):
+      if candidate_T[best] >= threshold:
         left_T[best] = False
         hit_NJ[n, j] = True
   return hit_NJ
 
 
-def _overlaps(a_N4, b_T4) -> np.ndarray:
-  """Returns the intersection over union of all pairs, [N, T]."""
+def _in_crowds(box_N4, crowd_C4) -> np.ndarray:
+  """Returns inside_NJ: whether enough of box n's area lies in some crowd."""
+  covered_NC = _overlaps(box_N4, crowd_C4, of_first=True)
+  return covered_NC.max(axis=-1, initial=0)[:, None] >= THRESHOLDS
+
+
+def _overlaps(a_N4, b_T4, *, of_first: bool = False) -> np.ndarray:
+  """Returns the intersection over union of all pairs, [N, T].
+
+  With `of_first`, it is the intersection over the area of the first box.
+  """
   a_N4, b_T4 = np.float64(a_N4), np.float64(b_T4)
   low_NT2, high_NT2 = (
     bound(
@@ -82,14 +100,15 @@ def _overlaps(a_N4, b_T4) -> np.ndarray:
   )
   shared_NT = np.maximum(high_NT2 - low_NT2, 0).prod(axis=-1)
   area_N1, area_T = a_N4[:, None, 2:].prod(axis=-1), b_T4[:, 2:].prod(axis=-1)
-  return shared_NT / np.maximum(area_N1 + area_T - shared_NT, 1e-12)
+  whole_NT = area_N1 if of_first else area_N1 + area_T - shared_NT
+  return shared_NT / np.maximum(whole_NT, 1e-12)
 
 
-def _precision(hit_NJ, total: int) -> np.ndarray:
+def _precision(hit_NJ, wrong_NJ, total: int) -> np.ndarray:
   """Returns precision_J, the mean precision over the points of recall."""
-  true_NJ = hit_NJ.cumsum(axis=0)
+  true_NJ, false_NJ = hit_NJ.cumsum(axis=0), wrong_NJ.cumsum(axis=0)
   recall_NJ = true_NJ / total
-  precision_NJ = true_NJ / np.arange(1, len(hit_NJ) + 1)[:, None]
+  precision_NJ = true_NJ / np.maximum(true_NJ + false_NJ, 1)
   # The best precision at this or a higher recall.
   precision_NJ = np.maximum.accumulate(precision_NJ[::-1], axis=0)[::-1]
   means_J = []

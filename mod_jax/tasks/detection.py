@@ -10,6 +10,7 @@ from mod_jax import errors, viz
 from mod_jax.convert import detr as convert_detr
 from mod_jax.data import detection as data_lib
 from mod_jax.data import images as images_lib
+from mod_jax.data.coco import of_crowd
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
 from mod_jax.losses import detection, mean_precision, sums
@@ -105,12 +106,12 @@ class Detection(Vision):
   def of_rows(self, rows):
     """Returns mean average precisions, and each class's as `ap/<class>`."""
     found = map(Boxes, rows['guess'], rows['found'], rows['score'])
-    there = [
-      Boxes(label_T[label_T >= 0], box_T4[label_T >= 0])
-      for label_T, box_T4 in zip(rows['label'], rows['box'], strict=True)
-    ]
+    # No class is negative: padding and crowds are no objects, and padding and
+    # objects no crowds.
+    there = map(Boxes, rows['label'], rows['box'])
+    crowds = map(Boxes, of_crowd(rows['label']), rows['box'])
     ap_VJ = mean_precision.average_precisions(
-      list(found), there, len(self.classes)
+      *map(list, (found, there, crowds)), len(self.classes)
     )
     there_V = ~np.isnan(ap_VJ[:, 0])
     # The means are NaN if the held-out data have no objects at all.

@@ -22,8 +22,8 @@ DATA = {
     {'image_id': 20, 'category_id': 7, 'bbox': [4, 2, 8, 10], 'iscrowd': 0},
     # Reaches beyond the picture's right edge, and is cut off there.
     {'image_id': 20, 'category_id': 3, 'bbox': [30, 10, 20, 5]},
-    # Left out: a crowd, and a box without an area.
-    {'image_id': 20, 'category_id': 3, 'bbox': [0, 0, 5, 5], 'iscrowd': 1},
+    {'image_id': 20, 'category_id': 3, 'bbox': [0, 0, 4, 5], 'iscrowd': 1},
+    # Left out: a box without an area.
     {'image_id': 20, 'category_id': 3, 'bbox': [50, 0, 5, 5]},
   ],
 }
@@ -54,12 +54,16 @@ def test_objects_are_fractions_of_their_picture(tmp_path):
   split = coco.Coco(write(tmp_path), 'train')
   assert split.class_names == ('', '', '', 'cat', '', '', '', 'dog')
   assert [split.name(i) for i in range(2)] == ['a.png', 'b.png']
-  assert split.most == 2
+  assert split.most == 3
   _, objects = split.load(0)
-  assert objects.label_N.tolist() == [7, 3]
+  assert objects.label_N.tolist() == [7, 3, coco.of_crowd(3)]
   np.testing.assert_allclose(
     objects.box_N4,
-    [[8 / 40, 7 / 20, 8 / 40, 10 / 20], [35 / 40, 12.5 / 20, 10 / 40, 5 / 20]],
+    [
+      [8 / 40, 7 / 20, 8 / 40, 10 / 20],
+      [35 / 40, 12.5 / 20, 10 / 40, 5 / 20],
+      [2 / 40, 2.5 / 20, 4 / 40, 5 / 20],
+    ],
   )
   _, nothing = split.load(1)
   assert not len(nothing.label_N)  # A picture of nothing remains.
@@ -96,7 +100,7 @@ def test_batches_are_padded_and_count_each_picture_once(tmp_path):
   assert batch['weight'].tolist() == [1, 1, 0]
   # The longer side fits, the other keeps the aspect ratio.
   assert batch['size'][:2].tolist() == [[10, 20], [20, 6]]
-  assert batch['label'][:2].tolist() == [[7, 3, -1], [-1, -1, -1]]
+  assert batch['label'][:2].tolist() == [[7, 3, -5], [-1, -1, -1]]
   image = batch['image'][1]
   assert np.abs(image[:20, :6]).min(axis=-1).max() > 0
   assert not image[:, 6:].any()
@@ -200,7 +204,7 @@ def test_what_does_not_fit_is_named(tmp_path):
   crowded = detection.DetectionDataConfig(
     **{'source': 'coco', 'path': str(tmp_path), 'train_split': 'train'}, most=1
   )
-  with pytest.raises(UserError, match='most=1: a picture has 2 objects'):
+  with pytest.raises(UserError, match='most=1: a picture has 3 objects'):
     detection.open_split(crowded, 'train')
   (tmp_path / 'train' / 'a.png').write_bytes(b'no picture')
   with pytest.raises(UserError, match='a.png'):

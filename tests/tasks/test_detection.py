@@ -13,6 +13,7 @@ import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.data import scenes
+from mod_jax.data.coco import of_crowd
 from mod_jax.data.detection import DetectionDataConfig
 from mod_jax.errors import UserError
 from mod_jax.losses import sums
@@ -97,17 +98,19 @@ def test_the_command_line_tells_what_is_found(trained, picture, tmp_path):
 
 def test_perfect_predictions_have_a_precision_of_1():
   task = make_task(SCENES.get_config('tiny')).modality
-  label = np.array([[3, 5, -1], [5, -1, -1], [1, 1, 1]])
+  in_crowd = of_crowd(3)
+  label = np.array([[3, 5, -1], [5, -1, in_crowd], [1, 1, 1]])
   box = np.random.default_rng(0).uniform(0.2, 0.4, (3, 3, 4))
   rows = {
     **{'label': label, 'box': box, 'weight': np.array([1, 1, 0])},
-    **{'guess': label.clip(0), 'found': box.copy()},
-    'score': np.where(label >= 0, 0.9, 0.1),
+    'guess': np.where(label == in_crowd, 3, label.clip(0)),
+    'found': box.copy(),
+    'score': np.select([label == in_crowd, label >= 0], [0.95, 0.9], 0.1),
   }
   finished = task.finish_metrics({'loss': 2.0, 'rows': rows})
   # The third row only fills the batch, so its class is not there.
   assert finished == {'loss': 2, 'mAP': 1, 'mAP50': 1, 'ap/3': 1, 'ap/5': 1}
-  rows['found'][1] += 0.5
+  rows['found'][1, 0] += 0.5
   worse = task.finish_metrics({'never/rows': rows})
   assert worse['never/ap/3'] == 1
   assert worse['never/mAP'] < 1

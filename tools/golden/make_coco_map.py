@@ -1,8 +1,9 @@
 """Writes the golden file of mean average precision: what pycocotools computes.
 
 Random boxes, found and there, in `map_expected.npz`, with the average
-precisions `ap` [classes, thresholds]. The environment is that of `make_vit.py`
-with pycocotools:
+precisions `ap` [classes, thresholds]; and boxes of crowds, with the precisions
+`ap_with_crowds` if they are there, too. The environment is that of
+`make_vit.py` with pycocotools:
 
   golden/bin/pip install pycocotools==2.0.11
   golden/bin/python tools/golden/make_coco_map.py
@@ -43,31 +44,44 @@ def main():
   many[:, 6] = generator.random(130)
   arrays['found'].append(many)
   arrays = {k: np.concatenate(x) for k, x in arrays.items()}
+  # Crowds around some of the boxes that were found.
+  inside = arrays['found'][::9]
+  crowds = inside[:, :6].copy()
+  crowds[:, 2:4] -= 20
+  crowds[:, 4:] += 30
+  ap = {
+    'ap': precisions(**arrays, crowds=crowds[:0]),
+    'ap_with_crowds': precisions(**arrays, crowds=crowds),
+  }
+  np.savez_compressed(HERE / 'map_expected.npz', **arrays, crowds=crowds, **ap)
+  print(ap)
+
+
+def precisions(there, found, crowds):
+  """Returns pycocotools' average precisions [classes, thresholds]."""
   coco = COCO()
+  rows = np.concatenate([there, crowds])
   coco.dataset = {
     'images': [{'id': i, 'width': 300, 'height': 300} for i in range(PICTURES)],
     'categories': [{'id': v, 'name': str(v)} for v in range(CLASSES)],
     'annotations': [
       {
         **{'id': n + 1, 'image_id': int(row[0]), 'category_id': int(row[1])},
-        **{'bbox': row[2:].tolist(), 'area': row[4] * row[5], 'iscrowd': 0},
+        **{'bbox': row[2:].tolist(), 'area': row[4] * row[5]},
+        'iscrowd': int(n >= len(there)),
       }
-      for n, row in enumerate(arrays['there'])
+      for n, row in enumerate(rows)
     ],
   }
   coco.createIndex()
-  found = coco.loadRes(
-    np.column_stack([arrays['found'][:, [0, 2, 3, 4, 5, 6, 1]]])
-  )
-  evaluation = COCOeval(coco, found, 'bbox')
+  guesses = coco.loadRes(np.column_stack([found[:, [0, 2, 3, 4, 5, 6, 1]]]))
+  evaluation = COCOeval(coco, guesses, 'bbox')
   evaluation.params.imgIds = list(range(PICTURES))
   evaluation.evaluate()
   evaluation.accumulate()
   precision_JRV = evaluation.eval['precision'][:, :, :, 0, -1]
   ap_VJ = precision_JRV.mean(axis=1).T
-  ap_VJ = np.where(ap_VJ < 0, np.nan, ap_VJ)
-  np.savez_compressed(HERE / 'map_expected.npz', ap=ap_VJ, **arrays)
-  print(ap_VJ)
+  return np.where(ap_VJ < 0, np.nan, ap_VJ)
 
 
 if __name__ == '__main__':
