@@ -37,11 +37,13 @@ class Entry:
     theirs: the array's name in the other library.
     ours: names of the same parameters in mod_jax. There are several if the
       other library concatenates them along its array's first axis.
+    shape: shape of each of our parameters.
     channels: number of input channels of the patch embedding.
   """
 
   theirs: str
   ours: tuple[str, ...]
+  shape: tuple[int, ...]
   channels: int = 3
 
   def to_theirs(self, *arrays):
@@ -71,24 +73,25 @@ class Entry:
       return x.reshape(-1, x.shape[-1]).T
     return x.reshape(len(x), -1).T
 
-  def to_ours(self, x, shape: tuple[int, ...]):
-    """Converts the other library's array to a list of ours, all of `shape`."""
+  def to_ours(self, x):
+    """Converts the other library's array to a list of ours."""
     parts = np.split(x, len(self.ours))
     if self.ours[0].endswith('kernel'):
       # Kernels of 2-D convolutions, of 1-D convolutions, and of linear maps.
       axes = {4: (2, 3, 1, 0), 3: (2, 1, 0), 2: (1, 0)}[x.ndim]
       parts = [part.transpose(axes) for part in parts]
-    return [part.reshape(shape) for part in parts]
+    return [part.reshape(self.shape) for part in parts]
 
-  def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the shape of `theirs`; `shapes` has our shapes by name."""
-    abstract = jax.ShapeDtypeStruct(shapes[self.ours[0]], jnp.float32)
+  @property
+  def their_shape(self) -> tuple[int, ...]:
+    """Shape of the other library's array."""
+    abstract = jax.ShapeDtypeStruct(self.shape, jnp.float32)
     first, *rest = jax.eval_shape(self._to_theirs, abstract).shape
     return (first * len(self.ours), *rest)
 
 
 def entries(
-  ours: Iterable[str],
+  ours: Mapping[str, tuple[int, ...]],
   table: Mapping[str, str],
   label: str,
   channels: int = 3,
@@ -96,7 +99,7 @@ def entries(
   """Returns one `Entry` for each array of the other library.
 
   Args:
-    ours: names of our parameters.
+    ours: shapes of our parameters by name.
     table: maps our names of modules, and of arrays outside any module, to the
       other library's names, with `{}` for the number of the block. PyTorch's
       name of the array, such as `weight`, is appended to a module's name. A
@@ -131,7 +134,8 @@ def entries(
     if len(names) > 1:
       names.sort(key=lambda x: _QUERY_KEY_VALUE.index(x.split('/')[-2]))
   return tuple(
-    Entry(theirs, tuple(names), channels) for theirs, names in by_theirs.items()
+    Entry(theirs, tuple(names), ours[names[0]], channels)
+    for theirs, names in by_theirs.items()
   )
 
 
@@ -180,7 +184,6 @@ def complete(
 
 def read(
   table: Iterable[Entry],
-  shapes: Mapping[str, tuple[int, ...]],
   stored: Mapping[str, Any],
   left_out: Collection[str] = (),
   **kwargs,
@@ -189,7 +192,6 @@ def read(
 
   Args:
     table: the entries to read.
-    shapes: shapes of our parameters by name.
     stored: the other library's arrays by name, which may be `Lazy`.
     left_out: the other library's names of arrays that are neither compared nor
       returned.
@@ -199,23 +201,17 @@ def read(
     UserError: the names or shapes in `stored` do not fit the table.
   """
   trees.compare(
-    {entry.theirs: entry.shape(shapes) for entry in table},
+    {entry.theirs: entry.their_shape for entry in table},
     {name: x.shape for name, x in stored.items() if name not in left_out},
     new=tuple(map(re.escape, left_out)),
     **kwargs,
   )
 
-  def lazy(entry, i):
-    shape = shapes[entry.ours[i]]
-
-    def convert():
-      theirs = np.asarray(stored[entry.theirs], np.float32)
-      return entry.to_ours(theirs, shape)[i]
-
-    return files.Lazy(shape, convert)
+  def convert(entry, i):
+    return entry.to_ours(np.asarray(stored[entry.theirs], np.float32))[i]
 
   return {
-    name: lazy(entry, i)
+    name: files.Lazy(entry.shape, functools.partial(convert, entry, i))
     for entry in table
     if entry.theirs not in left_out
     for i, name in enumerate(entry.ours)
@@ -224,7 +220,6 @@ def read(
 
 def arrays(
   table: Iterable[Entry],
-  shapes: Mapping[str, tuple[int, ...]],
   ours: Mapping[str, Any],
   types: Mapping[str, str],
   dropped: Sequence[str] = (),
@@ -236,7 +231,6 @@ def arrays(
 
   Args:
     table: the entries to write.
-    shapes: shapes of our parameters by name.
     ours: our parameters by name.
     types: type of each array, a key of `files.DTYPES`, by the other library's
       name of the array; float32 for arrays without an entry.
@@ -244,10 +238,10 @@ def arrays(
       are left out.
 
   Raises:
-    UserError: the names or shapes of `ours` do not fit the table and `shapes`.
+    UserError: the names or shapes of `ours` do not fit the table.
   """
   trees.compare(
-    {name: shapes[name] for entry in table for name in entry.ours},
+    {name: entry.shape for entry in table for name in entry.ours},
     {name: x.shape for name, x in ours.items()},
     dropped=dropped,
     describe='params',
@@ -260,6 +254,6 @@ def arrays(
       parts = [np.asarray(ours[name], np.float32) for name in entry.ours]
       return np.asarray(entry.to_theirs(*parts), dtype)
 
-    size = sum(math.prod(shapes[name]) for name in entry.ours) * dtype.itemsize
+    size = len(entry.ours) * math.prod(entry.shape) * dtype.itemsize
     made.append((entry.theirs, size, convert))
   return made

@@ -140,7 +140,7 @@ def fields_of(config: ViTConfig) -> dict[str, Any]:
 
 def _entries(config: ViTConfig):
   shapes = arrays_lib.shapes_of(config.dense_twin())
-  return arrays_lib.entries(shapes, _TABLE, 'CLIP'), shapes
+  return arrays_lib.entries(shapes, _TABLE, 'CLIP')
 
 
 def read(
@@ -159,9 +159,8 @@ def read(
   """
   stored = files.stored(folder) if stored is None else stored
   stored = {name.removeprefix(PREFIX): x for name, x in stored.items()}
-  table, shapes = _entries(config)
   return arrays_lib.read(
-    *(table, shapes, stored),
+    *(_entries(config), stored),
     dropped=_UNUSED,
     describe=f"{folder}, CLIP's vision tower,",
   )
@@ -177,10 +176,9 @@ def arrays(
   Raises:
     UserError: the parameters are not those of the config.
   """
-  table, shapes = _entries(config)
   flat = trees.flatten(nn.unbox(params))
   dropped = (r'(block_\d+/)?router/.*',)
-  return arrays_lib.arrays(table, shapes, flat, types, dropped)
+  return arrays_lib.arrays(_entries(config), flat, types, dropped)
 
 
 def save(folder: str | os.PathLike, params, config: ViTConfig) -> None:

@@ -275,9 +275,8 @@ def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, Lazy]:
   """
   arrays = _read(path)
   entries = names(config, 'timm' if _OF_TIMM in arrays else 'huggingface')
-  shapes = arrays_lib.shapes_of(config.dense_twin())
   return arrays_lib.read(
-    *(entries, shapes, arrays),
+    *(entries, arrays),
     dropped=_UNUSED,
     describe=f'{path}, a DETR of Hugging Face,',
   )
@@ -296,6 +295,5 @@ def save(
   entries = names(config, 'huggingface')
   files.check_suffix(pathlib.Path(path))
   flat = arrays_lib.flatten(variables)
-  shapes = arrays_lib.shapes_of(config.dense_twin())
-  written = arrays_lib.arrays(entries, shapes, flat, {}, dropped=ROUTING)
+  written = arrays_lib.arrays(entries, flat, {}, dropped=ROUTING)
   files.write(path, {name: make() for name, _, make in written})

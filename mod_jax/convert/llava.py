@@ -112,7 +112,7 @@ def _on_disk(name: str) -> str:
 def _projector(config: VLMConfig):
   params = protocol.shapes(config.dense_twin())['params']['projector']
   shapes = {name: x.shape for name, x in trees.flatten(params).items()}
-  return arrays_lib.entries(shapes, _PROJECTOR, 'LLaVA'), shapes
+  return arrays_lib.entries(shapes, _PROJECTOR, 'LLaVA')
 
 
 def read(folder: str | os.PathLike, config: VLMConfig) -> dict[str, Lazy]:
@@ -139,10 +139,9 @@ def read(folder: str | os.PathLike, config: VLMConfig) -> dict[str, Lazy]:
       f'{folder} holds {name}, which belongs to no part of a LLaVA: fetch it'
       ' from where it was published.'
     )
-  table, shapes = _projector(config)
   parts = {
     'projector': arrays_lib.read(
-      *(table, shapes, by_part['projector']),
+      *(_projector(config), by_part['projector']),
       describe=f'{folder}, the projector,',
     ),
     'language': convert_lm.read(folder, config.language, by_part['language']),
@@ -203,13 +202,12 @@ def _arrays(
     }
 
   params = nn.unbox(params)
-  table, shapes = _projector(dense)
   flat = trees.flatten(params['projector'])
   by_part = {
     'language': convert_lm.arrays(
       params['language'], dense.language, of('language')
     ),
-    'projector': arrays_lib.arrays(table, shapes, flat, of('projector')),
+    'projector': arrays_lib.arrays(_projector(dense), flat, of('projector')),
     'tower': clip.arrays(params['tower'], dense.tower, of('tower')),
   }
   return [

@@ -263,13 +263,13 @@ def from_fields(fields: Mapping[str, Any], where: str) -> LMConfig:
     )
 
 
-def _entries(shapes) -> tuple[Entry, ...]:
-  return arrays_lib.entries(shapes, _TABLE, 'Hugging Face')
-
-
 def names(config: LMConfig) -> tuple[Entry, ...]:
-  """Returns the table that maps Hugging Face's arrays to the dense model's."""
-  return _entries(_shapes(config))
+  """Returns the table that maps Hugging Face's arrays to the dense model's.
+
+  Its layers are not scanned.
+  """
+  dense = dataclasses.replace(config.dense_twin(), scan_layers=False)
+  return arrays_lib.entries(arrays_lib.shapes_of(dense), _TABLE, 'Hugging Face')
 
 
 def _check_ours(config: LMConfig) -> None:
@@ -283,12 +283,6 @@ def _check_ours(config: LMConfig) -> None:
       'qkv_bias and qk_norm: no architecture that is known here has both, so'
       ' the model cannot be written for Hugging Face.'
     )
-
-
-def _shapes(config: LMConfig) -> dict[str, tuple[int, ...]]:
-  """Returns the shapes of our dense parameters, for unscanned layers."""
-  dense = dataclasses.replace(config.dense_twin(), scan_layers=False)
-  return arrays_lib.shapes_of(dense)
 
 
 def read(
@@ -307,15 +301,13 @@ def read(
   """
   _check_ours(config)
   stored = files.stored(path) if stored is None else stored
-  shapes = _shapes(config)
-  entries = _entries(shapes)
   dropped = [_USELESS]
   if config.tied_head and 'lm_head.weight' in stored:
     embedding = stored['model.embed_tokens.weight']
     if np.array_equal(stored['lm_head.weight'], embedding):
       dropped.append(r'lm_head\.weight')
   params = arrays_lib.read(
-    *(entries, shapes, stored),
+    *(names(config), stored),
     dropped=dropped,
     describe=f'{path}, a language model,',
   )
@@ -392,9 +384,8 @@ def arrays(
   """
   _, unrolled = lm.unrolled(config, params)
   flat = trees.flatten(nn.unbox(unrolled))
-  shapes = _shapes(config)
   dropped = (r'(block_\d+/)?(router|predictor)/.*',)
-  return arrays_lib.arrays(_entries(shapes), shapes, flat, types, dropped)
+  return arrays_lib.arrays(names(config), flat, types, dropped)
 
 
 def fields_of(

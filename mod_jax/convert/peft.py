@@ -165,7 +165,7 @@ def read(folder: str | os.PathLike, config) -> dict[str, np.ndarray]:
   arrays, expected, ours = _arrays(folder, config), {}, {}
   for entry in _entries(config):
     if entry.theirs in arrays and entry.ours[0].startswith('head'):
-      expected[entry.theirs] = entry.shape(shapes)
+      expected[entry.theirs] = entry.their_shape
       ours[entry.theirs] = entry.ours[0]
     for matrix in _MATRICES:
       name = f'{_module(entry)}_lora/{matrix}/kernel'

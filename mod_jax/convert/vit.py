@@ -200,10 +200,10 @@ def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
       ' first halves the picture; for a model without a stem, use naming'
       " 'timm'."
     )
-  ours = [*arrays_lib.shapes_of(dense)]
+  ours = arrays_lib.shapes_of(dense)
   if naming == 'dynamicvit':
-    heads = arrays_lib.shapes_of(config)
-    ours += [name for name in heads if name.startswith('prediction_')]
+    shapes = arrays_lib.shapes_of(config).items()
+    ours = ours | {k: x for k, x in shapes if k.startswith('prediction_')}
   channels = 3 if dense.stem is None else dense.stem.width
   return arrays_lib.entries(ours, library.table, library.label, channels)
 
@@ -467,14 +467,14 @@ def read(
   the errors, except the last.
   """
   file, dense = _read(path), config.dense_twin()
-  entries, shapes = names(config, file.naming), arrays_lib.shapes_of(config)
-  arrays, library, sizes = file.arrays, file.library, file.sizes()
+  entries, arrays = names(config, file.naming), file.arrays
+  library, sizes = file.library, file.sizes()
   _check_beside(file.path, dense)
 
   if (position := file.array('position', rank=3)) is not None:
     name = library.table['position']
     arrays[name] = np.stack([resampled(x, dense) for x in position])
-  expected = {entry.theirs: entry.shape(shapes) for entry in entries}
+  expected = {entry.theirs: entry.their_shape for entry in entries}
   heads = _new_heads(file, expected)
   ignored = list(library.unused)
   if not any(entry.ours[0].startswith('prediction_') for entry in entries):
@@ -487,7 +487,7 @@ def read(
     entry.theirs for entry in entries if entry.ours[0].split('/')[0] in heads
   }
   ours = arrays_lib.read(
-    *(entries, shapes, arrays, replaced),
+    *(entries, arrays, replaced),
     dropped=ignored,
     describe=f'{file.path}, a vision transformer of {library.label} with '
     + ', '.join(f'{field}={value}' for field, value in sizes.items())
@@ -533,8 +533,7 @@ def save(
   entries = names(config, naming)
   files.check_suffix(pathlib.Path(path))
   flat = arrays_lib.flatten({'params': params, 'batch_stats': batch_stats})
-  shapes = arrays_lib.shapes_of(config)
-  written = arrays_lib.arrays(entries, shapes, flat, {}, dropped=ROUTING)
+  written = arrays_lib.arrays(entries, flat, {}, dropped=ROUTING)
   arrays = {name: make() for name, _, make in written}
   if naming == 'huggingface':
     dense = config.dense_twin()
@@ -552,12 +551,13 @@ def save(
 
 
 def _check_dense(config: Config) -> None:
-  if config.adaptive is not None:
-    raise UserError(
-      'config.adaptive: other libraries have no learners in the place of dense'
-      ' modules; convert config.dense_twin(), of which models.acm.acmize makes'
-      ' an adaptive model.'
-    )
+  for name in ('adaptive', 'experts'):
+    if getattr(config, name) is not None:
+      raise UserError(
+        f'config.{name}: other libraries have neither learners nor experts in'
+        ' the place of dense modules; convert config.dense_twin(), of which'
+        ' models.acm.acmize makes an adaptive model.'
+      )
 
 
 def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:

@@ -150,7 +150,7 @@ def read(path: str | os.PathLike, config: Wav2Vec2Config) -> dict[str, Lazy]:
       *(path, config.vocab_size, there),
     )
   return arrays_lib.read(
-    *(entries, shapes, arrays, new),
+    *(entries, arrays, new),
     dropped=_UNUSED,
     describe=f'{path}, a Wav2Vec2 of {_LABEL},',
   )

@@ -101,9 +101,8 @@ def test_a_backbone_in_the_names_of_timm(tmp_path):
 @pytest.mark.parametrize('naming', ['huggingface', 'timm'])
 def test_the_names_and_sizes_of_detr_r50(naming):
   """Names in memory, which differ from those on disk, of which none is here."""
-  shapes = arrays_lib.shapes_of(DETRConfig())
   found = {
-    entry.theirs: list(entry.shape(shapes))
+    entry.theirs: list(entry.their_shape)
     for entry in convert.names(DETRConfig(), naming)
   }
   wanted = json.loads((GOLDEN / 'detr_names.json').read_text())[naming]
