@@ -20,6 +20,7 @@ from mod_jax import config as config_lib
 from mod_jax import flops, routing
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
+from mod_jax.layers.token_info import in_order
 from mod_jax.models import vit
 from mod_jax.models.vit import ViTConfig
 import mod_jax_kernels
@@ -94,7 +95,7 @@ class AViT(nn.Module):
   def __call__(self, images_BHWC: jax.Array) -> AViTOutput:
     config = self.config
     x_BLD = self.backbone.embed(images_BHWC)
-    info = vit.token_info(x_BLD)
+    info = in_order(x_BLD)
     info = info.replace(index_BL=info.position_BL)
     zeros_BL = jnp.zeros(x_BLD.shape[:2])
     state = _Halting(x_BLD, zeros_BL, zeros_BL, zeros_BL == 0)

@@ -14,7 +14,7 @@ from mod_jax import config as config_lib
 from mod_jax import routing
 from mod_jax.errors import require
 from mod_jax.layers.rules import SELECTION_NAME
-from mod_jax.layers.token_info import TokenInfo
+from mod_jax.layers.token_info import TokenInfo, in_order
 
 
 @flax.struct.dataclass
@@ -136,7 +136,7 @@ class ToMe(Reduction):
       size_BL = jnp.ones(x_BLD.shape[:2], jnp.float32)
     left = x_BLD.shape[1] - count
     x_BKD, size_BK = routing.merge_means(x_BLD, size_BL, place_BL, left)
-    return Reduced(x_BKD, _in_order(x_BKD, size_BK), place_BL)
+    return Reduced(x_BKD, in_order(x_BKD, size_BL=size_BK), place_BL)
 
   def flops(self, tokens, count, width, head_dim):
     return 2 * (tokens - tokens // 2) * (tokens // 2) * head_dim
@@ -203,14 +203,7 @@ class EViT(Reduction):
     prefix_P = jnp.arange(prefix, dtype=jnp.int32)
     prefix_BP = jnp.broadcast_to(prefix_P, (x_BLD.shape[0], prefix))
     place_BL = jnp.concatenate([prefix_BP, place_BN], axis=1)
-    return Reduced(x_BKD, _in_order(x_BKD), place_BL)
+    return Reduced(x_BKD, in_order(x_BKD), place_BL)
 
   def flops(self, tokens, count, width, head_dim):
     return 2 * (count + 1) * width
-
-
-def _in_order(x_BKD, size_BK=None) -> TokenInfo:
-  position_K = jnp.arange(x_BKD.shape[1], dtype=jnp.int32)
-  return TokenInfo(
-    jnp.broadcast_to(position_K, x_BKD.shape[:2]), size_BL=size_BK
-  )

@@ -35,9 +35,8 @@ class Source:
   @property
   def info(self) -> 'TokenInfo':
     """Facts about these tokens, with consecutive positions."""
-    position_S = jnp.arange(self.x_BSD.shape[1], dtype=jnp.int32)
-    position_BS = jnp.broadcast_to(position_S, self.x_BSD.shape[:2])
-    return TokenInfo(position_BS, self.valid_BS, place_BLD=self.place_BSD)
+    info = in_order(self.x_BSD, place_BLD=self.place_BSD)
+    return info.replace(valid_BL=self.valid_BS)
 
   def gather(self, selection: routing.Selection) -> 'Source':
     """Returns the chosen tokens, without their scores."""
@@ -137,6 +136,21 @@ class TokenInfo:
       lambda x: jnp.asarray(x).at[rows_R].get(mode='clip'), self
     )
     return taken.replace(valid_BL=valid_RL)
+
+
+def in_order(
+  x: jax.Array, valid_BL: jax.Array | None = None, **facts
+) -> TokenInfo:
+  """Returns the facts about tokens [B, L, …], with ascending positions.
+
+  Padding, where `valid_BL` is False, is not counted. `facts` are other fields.
+  """
+  if valid_BL is None:
+    position_BL = jnp.arange(x.shape[1], dtype=jnp.int32)
+  else:
+    position_BL = count_positions(valid_BL)
+  position_BL = jnp.broadcast_to(position_BL, x.shape[:2])
+  return TokenInfo(position_BL, valid_BL, **facts)
 
 
 def count_positions(valid_BL: jax.Array) -> jax.Array:

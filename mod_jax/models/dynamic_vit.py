@@ -19,6 +19,7 @@ from mod_jax import routing
 from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers.mode import Mode
+from mod_jax.layers.token_info import in_order
 from mod_jax.models import vit
 from mod_jax.models.protocol import StackedConfig, StackedOutput
 from mod_jax.models.vit import ViTConfig
@@ -390,7 +391,7 @@ class DynamicViT(nn.Module):
     prefix = config.backbone.num_prefix
     batch, length, _ = x_BLD.shape
     patches = length - prefix
-    info = vit.token_info(x_BLD)
+    info = in_order(x_BLD)
     # Original index of each patch in x, and whether it is kept.
     index_BN = jnp.broadcast_to(jnp.arange(patches), (batch, patches))
     keep_BN = jnp.ones((batch, patches), jnp.float32)
@@ -400,7 +401,7 @@ class DynamicViT(nn.Module):
       if i in config.stages and config.score == 'structural':
         x_BND = _pool(x_BLD[:, prefix:])
         x_BLD = jnp.concatenate([x_BLD[:, :prefix], x_BND], axis=1)
-        info = vit.token_info(x_BLD)
+        info = in_order(x_BLD)
       elif i in config.stages:
         stage = config.stages.index(i)
         x_BND = x_BLD[:, prefix:]

@@ -372,8 +372,12 @@ class LanguageModel(nn.Module):
     # Cast after the look-up, so that the table's gradient is a float32 sum over
     # tokens; a bfloat16 sum would stop growing for the most common tokens.
     x_BLD = embedding_VD[tokens_BL].astype(config.dtype)
-    info = self._token_info(tokens_BL, valid_BL, segment_BL, cache)
-    info = info.replace(kind_BL=kind_BL)
+    info = token_info.in_order(
+      tokens_BL, valid_BL, segment_BL=segment_BL, kind_BL=kind_BL
+    )
+    if cache is not None:
+      position_BL = info.position_BL + cache.length_B[:, None]
+      info = info.replace(position_BL=position_BL)
     if features_BND is not None:
       info = info.replace(image_places=features_BND.shape[1])
       x_BLD = _with_images(x_BLD, features_BND, info)
@@ -417,17 +421,6 @@ class LanguageModel(nn.Module):
         count_B = valid_BL.sum(axis=-1, dtype=jnp.int32)
       cache = LMCache(output.caches, cache.length_B + count_B)
     return LMOutput(logits_BLV, output.aux, cache, loss, early_loss, right_BL)
-
-  def _token_info(self, tokens_BL, valid_BL, segment_BL, cache):
-    if valid_BL is None:
-      position_BL = jnp.arange(tokens_BL.shape[1], dtype=jnp.int32)[None]
-    else:
-      position_BL = token_info.count_positions(valid_BL)
-    if cache is not None:
-      position_BL = position_BL + cache.length_B[:, None]
-    return token_info.TokenInfo(
-      jnp.broadcast_to(position_BL, tokens_BL.shape), valid_BL, segment_BL
-    )
 
 
 def _with_images(x_BLD, features_BND, info: token_info.TokenInfo):

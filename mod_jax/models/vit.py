@@ -31,7 +31,7 @@ from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.layers.stem import ConvStem, ConvStemConfig
-from mod_jax.layers.token_info import TokenInfo
+from mod_jax.layers.token_info import TokenInfo, in_order
 from mod_jax.models.protocol import StackedConfig, StackedOutput, check_encoder
 from mod_jax_kernels.attention import choice
 
@@ -338,7 +338,7 @@ class ViT(nn.Module):
     `images_BHWC` are normalised, of the config's size and three channels.
     """
     x_BLD = self.embed(images_BHWC)
-    output = self.stack(x_BLD, token_info(x_BLD))
+    output = self.stack(x_BLD, in_order(x_BLD))
     logits_BV, x_BLD = self.classify(output.x_BLD)
     return ViTOutput(logits_BV, x_BLD, output.aux)
 
@@ -347,7 +347,7 @@ class ViT(nn.Module):
     if self.is_initializing():  # Creates the parameters of later layers too.
       self(images_BHWC)
     x_BLD = self.embed(images_BHWC)
-    return self.stack(x_BLD, token_info(x_BLD), depth=depth).x_BLD
+    return self.stack(x_BLD, in_order(x_BLD), depth=depth).x_BLD
 
   def step(
     self,
@@ -360,7 +360,7 @@ class ViT(nn.Module):
 
     `score_BL` is `aux['attention']` of the previous layer, if it has any.
     """
-    info = token_info(x_BLD) if info is None else info
+    info = in_order(x_BLD) if info is None else info
     return self.stack.step(layer, x_BLD, info, score_BL)
 
   def embed(self, images_BHWC: jax.Array) -> jax.Array:
@@ -418,12 +418,6 @@ class ViT(nn.Module):
         max_BV = jnp.where(kept_BN1.any(axis=1), max_BV, 0.0)
       logits_BV += 0.5 * max_BV
     return logits_BV, x_BLD
-
-
-def token_info(x_BLD: jax.Array) -> TokenInfo:
-  """Returns the `TokenInfo` of all tokens of an image, in order."""
-  position_L = jnp.arange(x_BLD.shape[1], dtype=jnp.int32)
-  return TokenInfo(jnp.broadcast_to(position_L, x_BLD.shape[:2]))
 
 
 def split_patches(image_BHWC: jax.Array, size: int) -> jax.Array:

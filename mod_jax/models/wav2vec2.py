@@ -25,7 +25,7 @@ from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.stack import Stack, StackConfig
-from mod_jax.layers.token_info import TokenInfo, count_positions
+from mod_jax.layers.token_info import in_order
 from mod_jax.models.protocol import (
   StackedConfig,
   StackedOutput,
@@ -291,7 +291,7 @@ class Wav2Vec2(nn.Module):
     x_BLD = parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
     if config.variant == 'group':
       x_BLD = self.norm(x_BLD)
-    output = self.stack(x_BLD, _token_info(x_BLD, valid_BL))
+    output = self.stack(x_BLD, in_order(x_BLD, valid_BL))
     x_BLD = output.x_BLD
     if config.variant == 'layer':
       x_BLD = self.norm(x_BLD)
@@ -345,11 +345,6 @@ def _conv_of_rows(x_BLD, kernel, *args, **kwargs):
   kernel_axes = ('replicated',) * kernel.ndim
   run = parallel.per_device(conv, inputs=(rows, kernel_axes), outputs=(rows,))
   return run(x_BLD, kernel)[0]
-
-
-def _token_info(x_BLD, valid_BL) -> TokenInfo:
-  real_BL = jnp.ones(x_BLD.shape[:2], bool) if valid_BL is None else valid_BL
-  return TokenInfo(count_positions(real_BL), valid_BL)
 
 
 # Sizes by the names that papers use. Keywords override any field.

@@ -7,6 +7,7 @@ import numpy as np
 import scipy
 
 from mod_jax import flops, losses, timing, viz
+from mod_jax.layers.token_info import in_order
 from mod_jax.models import vit
 from mod_jax.train.task import Study
 
@@ -159,7 +160,7 @@ def leave_one_out(
   def loss(left_L):
     """Returns each image's loss when the layer processes only these tokens."""
     left_BL = jnp.broadcast_to(left_L, (batch, length))
-    info = vit.token_info(x_BLD).replace(valid_BL=left_BL)
+    info = in_order(x_BLD).replace(valid_BL=left_BL)
     processed_BLD = module.step(layer, x_BLD, info=info).x_BLD
     y_BLD = jnp.where(left_BL[..., None], processed_BLD, x_BLD)
     for i in range(layer + 1, module.config.num_layers):
