@@ -21,12 +21,8 @@ from mod_jax.layers import dense
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.token_info import in_order
 from mod_jax.models import vit
-from mod_jax.models.protocol import StackedConfig, StackedOutput
+from mod_jax.models.protocol import StackedConfig, StackedOutput, read_from
 from mod_jax.models.vit import ViTConfig
-
-
-def _of_backbone(name: str) -> property:
-  return property(lambda config: getattr(config.backbone, name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,14 +46,14 @@ class DynamicViTConfig(StackedConfig):
   temperature: config_lib.Temperature = 1.0
 
   # The backbone's attributes; capacities are fractions of the remaining tokens.
-  routing = _of_backbone('routing')
-  experts = _of_backbone('experts')
-  adaptive = _of_backbone('adaptive')
-  lora = _of_backbone('lora')
-  stack = _of_backbone('stack')
-  num_classes = _of_backbone('num_classes')
-  image_size = _of_backbone('image_size')
-  num_tokens = _of_backbone('num_tokens')
+  routing = read_from('backbone.routing')
+  experts = read_from('backbone.experts')
+  adaptive = read_from('backbone.adaptive')
+  lora = read_from('backbone.lora')
+  stack = read_from('backbone.stack')
+  num_classes = read_from('backbone.num_classes')
+  image_size = read_from('backbone.image_size')
+  num_tokens = read_from('backbone.num_tokens')
 
   def __post_init__(self):
     check = config_lib.validate(self)

@@ -1,6 +1,7 @@
 """Interfaces that the configs and outputs of all models share."""
 
 import dataclasses
+import operator
 from typing import Any
 
 from flax import linen as nn
@@ -99,6 +100,11 @@ class StackedConfig:
   def with_parts(self, **parts):
     """Returns the config with some parts replaced; None removes a part."""
     return dataclasses.replace(self, **parts)
+
+
+def read_from(path: str) -> property:
+  """Returns a property that reads a part's attribute, as 'backbone.lora'."""
+  return property(operator.attrgetter(path))
 
 
 def check_encoder(mode: Mode) -> None:

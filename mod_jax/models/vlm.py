@@ -24,7 +24,7 @@ from mod_jax.layers.token_info import IMAGE, KINDS
 from mod_jax.models import lm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig, LMOutput
-from mod_jax.models.protocol import StackedConfig
+from mod_jax.models.protocol import StackedConfig, read_from
 from mod_jax.models.vit import ViTConfig
 
 # p-MoD (Zhang et al. 2024).
@@ -69,11 +69,6 @@ def gamma_layers(num_layers: int) -> tuple[int, ...]:
   (`--study=arank`) but does not use them.
   """
   return tuple(range(3, num_layers - 1))
-
-
-def _of_language(name: str) -> property:
-  """Returns a property that reads an attribute of the language model."""
-  return property(lambda config: getattr(config.language, name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,11 +135,6 @@ class VLMConfig(StackedConfig):
     )
 
   @property
-  def early_exit(self) -> int:
-    """Blocks before the language model's early exit: 0, as there is none."""
-    return self.language.early_exit
-
-  @property
   def tower_depth(self) -> int:
     """Number of the tower's blocks that run."""
     return self.feature_layer % (self.vit.num_layers + 1)
@@ -170,21 +160,19 @@ class VLMConfig(StackedConfig):
     """Number of a picture's tokens: patches that the tower keeps, pooled."""
     return self.tower.patches_after(self.tower_depth) // self.pooling**2
 
-  @property
-  def image_size(self) -> int:
-    return self.tower.image_size
-
-  stack = _of_language('stack')
-  routing = _of_language('routing')
-  experts = _of_language('experts')
-  adaptive = _of_language('adaptive')
-  lora = _of_language('lora')
-  vocab_size = _of_language('vocab_size')
-  num_layers = _of_language('num_layers')
-  rules = _of_language('rules')
-  decoding_mode = _of_language('decoding_mode')
-  cannot_sample = _of_language('cannot_sample')
-  routing_mode = _of_language('routing_mode')
+  image_size = read_from('tower.image_size')
+  stack = read_from('language.stack')
+  routing = read_from('language.routing')
+  experts = read_from('language.experts')
+  adaptive = read_from('language.adaptive')
+  lora = read_from('language.lora')
+  vocab_size = read_from('language.vocab_size')
+  num_layers = read_from('language.num_layers')
+  rules = read_from('language.rules')
+  decoding_mode = read_from('language.decoding_mode')
+  cannot_sample = read_from('language.cannot_sample')
+  early_exit = read_from('language.early_exit')  # 0, as there is none.
+  routing_mode = read_from('language.routing_mode')
 
   def with_parts(self, **parts) -> 'VLMConfig':
     """Returns the config with parts of the language model replaced."""
