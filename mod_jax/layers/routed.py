@@ -24,7 +24,6 @@ from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routing_config import RoutingConfig
 from mod_jax.layers.rules import SELECTION_NAME, Routing
-from mod_jax.layers.scores import RouterWeights
 from mod_jax.layers.token_info import Source, TokenInfo
 
 # In generation, a block skips rows without a chosen token if rows have at most
@@ -271,7 +270,7 @@ class Layer(nn.Module):
     info: TokenInfo,
     cache: KVCache | None = None,
     score_BL: jax.Array | None = None,
-    router: RouterWeights | None = None,
+    router: dict[str, jax.Array] | None = None,
   ) -> LayerOutput:
     """Returns the features after the layer, the cache and the aux.
 
@@ -439,7 +438,8 @@ class Layer(nn.Module):
     config, capacity = self.config.routing, self.config.capacity
     batch, length, _ = x_BLD.shape
     if router is not None:
-      score_BL = router.score(x_BLD)
+      shared = config.scorer.router(parent=None)
+      score_BL = shared.apply({'params': router}, x_BLD)
     else:
       score_BL = config.scorer.run(self, x_BLD, info, capacity, attention_BL)
     if config.per_sequence:

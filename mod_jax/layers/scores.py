@@ -5,7 +5,6 @@ import dataclasses
 from typing import Annotated, ClassVar, Literal
 
 from flax import linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -78,43 +77,6 @@ class Score(config_lib.Validated, abc.ABC):
 Activation = Literal['gelu', 'relu', 'silu', 'tanh']
 
 
-@flax.struct.dataclass
-class RouterWeights:
-  """A router's parameters, which blocks may share.
-
-  Attributes:
-    kernel: [D]; or [F] for a router with a hidden layer.
-    bias: scalar; None for no bias.
-    hidden_kernel: [D, F]; None for no hidden layer.
-    hidden_bias: [F]; None for no bias.
-    activation: activation of the hidden layer.
-    normalized: whether each token's features are scaled to a mean square of 1.
-  """
-
-  kernel: jax.Array
-  bias: jax.Array | None
-  hidden_kernel: jax.Array | None
-  hidden_bias: jax.Array | None
-  activation: str = flax.struct.field(pytree_node=False)
-  normalized: bool = flax.struct.field(pytree_node=False)
-
-  def score(self, x_BLD: jax.Array) -> jax.Array:
-    """Returns score_BL of features, all in float32."""
-    x = x_BLD.astype(jnp.float32)
-    if self.normalized:
-      x = scale_to_unit(x)
-    if self.hidden_kernel is not None:
-      # Keep accelerators from rounding to bfloat16: the forward pass and
-      # decoding could then order nearly equal scores differently.
-      x = jnp.matmul(x, self.hidden_kernel, precision='highest')
-      if self.hidden_bias is not None:
-        x += self.hidden_bias
-      x = getattr(nn, self.activation)(x)
-    # Use no einsum: accelerators would round its operands to bfloat16.
-    score_BL = jnp.sum(x * self.kernel, axis=-1)
-    return score_BL if self.bias is None else score_BL + self.bias
-
-
 class Router(nn.Module):
   """Computes a float32 score per token; the fields are those of `Learned`."""
 
@@ -125,31 +87,40 @@ class Router(nn.Module):
   activation: Activation = 'gelu'
 
   @nn.compact
-  def weights(self, width: int) -> RouterWeights:
-    """Returns the parameters for features of this width."""
+  def weights(self, width: int) -> dict[str, jax.Array]:
+    """Returns the parameters by name, for features of this width."""
+    weights, zeros = {}, nn.initializers.zeros
 
-    def param(name, init, *shape):
+    def create(name, init, *shape):
       names = ('replicated',) * len(shape)
-      return self.param(name, nn.with_logical_partitioning(init, names), shape)
+      init = nn.with_logical_partitioning(init, names)
+      weights[name] = self.param(name, init, shape)
 
-    zeros = nn.initializers.zeros
-    hidden_kernel = hidden_bias = None
     if self.hidden:
       init = nn.initializers.lecun_normal()
-      hidden_kernel = param('hidden_kernel', init, width, self.hidden)
+      create('hidden_kernel', init, width, self.hidden)
       if self.bias:
-        hidden_bias = param('hidden_bias', zeros, self.hidden)
-    return RouterWeights(
-      param('kernel', nn.initializers.normal(self.std), self.hidden or width),
-      param('bias', zeros) if self.bias else None,
-      hidden_kernel,
-      hidden_bias,
-      self.activation,
-      self.normalized,
-    )
+        create('hidden_bias', zeros, self.hidden)
+    create('kernel', nn.initializers.normal(self.std), self.hidden or width)
+    if self.bias:
+      create('bias', zeros)
+    return weights
 
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
-    return self.weights(x_BLD.shape[-1]).score(x_BLD)
+    weights = self.weights(x_BLD.shape[-1])
+    x = x_BLD.astype(jnp.float32)
+    if self.normalized:
+      x = scale_to_unit(x)
+    if self.hidden:
+      # Keep accelerators from rounding to bfloat16: the forward pass and
+      # decoding could then order nearly equal scores differently.
+      x = jnp.matmul(x, weights['hidden_kernel'], precision='highest')
+      if self.bias:
+        x += weights['hidden_bias']
+      x = getattr(nn, self.activation)(x)
+    # Use no einsum: accelerators would round its operands to bfloat16.
+    score_BL = jnp.sum(x * weights['kernel'], axis=-1)
+    return score_BL + weights['bias'] if self.bias else score_BL
 
 
 def scale_to_unit(x_BLD: jax.Array) -> jax.Array:
@@ -178,15 +149,15 @@ class Learned(Score):
   # `Stack` creates it and passes it to its layers.
   shared: bool = False
 
-  def router(self, name: str | None = None) -> Router:
-    """Returns the module; `name` is not needed in a linen `setup`."""
+  def router(self, **kwargs) -> Router:
+    """Returns the module; `kwargs` are its `name` and `parent`, if any."""
     return Router(
       *(self.std, self.normalized, self.bias, self.hidden, self.activation),
-      name=name,
+      **kwargs,
     )
 
   def run(self, module, x_BLD, info, capacity, attention_BL):
-    return self.router('router')(x_BLD)
+    return self.router(name='router')(x_BLD)
 
   def flops(self, length, width):
     if not self.hidden:

@@ -21,7 +21,7 @@ from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routed import Layer, LayerConfig, LayerOutput
 from mod_jax.layers.routing_config import RoutingConfig
-from mod_jax.layers.scores import Learned, Router, RouterWeights
+from mod_jax.layers.scores import Learned, Router
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax_kernels.attention import RESIDUALS
 
@@ -303,7 +303,7 @@ class Group(nn.Module):
     info: TokenInfo,
     score_BL: jax.Array | None = None,
     cache: KVCache | None = None,
-    router: RouterWeights | None = None,
+    router: dict[str, jax.Array] | None = None,
   ) -> LayerOutput:
     """Runs the layer of index `layer`; for the arguments see `Layer`."""
     run = _run if cache is None else _run_alike
@@ -409,7 +409,7 @@ class Stack(nn.Module):
     router = self._shared(x_BLD)
     return self.group.step(layer, x_BLD, *args, router=router, **kwargs)
 
-  def _shared(self, x_BLD) -> RouterWeights | None:
+  def _shared(self, x_BLD) -> dict[str, jax.Array] | None:
     """Returns the parameters of the router that layers share, or None."""
     return self.router and self.router.weights(x_BLD.shape[-1])
 
