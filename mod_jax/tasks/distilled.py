@@ -1,6 +1,6 @@
 """Trains a routed language model with its dense original as teacher."""
 
-from mod_jax import flops, losses
+from mod_jax import losses
 from mod_jax.tasks.plain import Plain
 
 
@@ -10,14 +10,14 @@ class Distilled(Plain):
   Settings are in `experiment.ConversionObjective`.
   """
 
-  def teacher(self, mesh):
-    del mesh
-    return self.load_teacher(
-      self.config.model.dense_twin(),
-      'a conversion learns from a dense model: give its run or directory as'
-      ' init (or objective.teacher), or set objective to None.',
-      dropped=self.modality.optional,
-    )
+  no_teacher = (
+    'a conversion learns from a dense model: give its run or directory as init'
+    ' (or objective.teacher), or set objective to None.'
+  )
+
+  @property
+  def teacher_model(self):
+    return self.config.model.dense_twin()
 
   def forward(self, model, params, model_state, batch, rng, **mode):
     batch = _without_targets(batch)
@@ -25,20 +25,12 @@ class Distilled(Plain):
 
   def taught(self, output, batch, teacher):
     args, kwargs = self.modality.inputs(_without_targets(batch), train=True)
-    model = self.config.model.dense_twin().build()
-    teacher_output = model.apply(teacher, *args, **kwargs)
+    teacher_output = self.teacher_model.build().apply(teacher, *args, **kwargs)
     total, count = losses.logit_distillation(
       output.logits_BLV, teacher_output.logits_BLV, batch['weights']
     )
     scaled = self.config.objective.distillation * total, count
     return [scaled], {'distillation': (total, count)}
-
-  def flops_per_step(self, static_args):
-    """Returns FLOPs of training the student and of a teacher's forward pass."""
-    dense = self.config.model.dense_twin()
-    teacher = flops.forward(dense, *self.modality.length)
-    rows = self.config.train.batch_size
-    return super().flops_per_step(static_args) + rows * teacher
 
 
 def _without_targets(batch):

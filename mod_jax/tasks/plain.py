@@ -41,6 +41,9 @@ class Plain(Method):
   Subclasses override what differs: losses, teacher, evaluation and pictures.
   """
 
+  teacher_model = None  # Config of the model that teaches; None for none.
+  no_teacher = ''  # Error message if its weights are missing.
+
   def __init__(self, config, modality: Modality):
     self.config = config
     self.modality = modality
@@ -61,6 +64,14 @@ class Plain(Method):
       *(init, self.config.model, params, model_state),
       new=optional,
       dropped=optional,
+    )
+
+  def teacher(self, mesh):
+    del mesh
+    if self.teacher_model is None:
+      return None
+    return self.load_teacher(
+      self.teacher_model, self.no_teacher, dropped=self.modality.optional
     )
 
   def load_teacher(self, model, way_out: str, **kwargs):
@@ -211,9 +222,11 @@ class Plain(Method):
 
   def flops_per_step(self, static_args):
     model = at_floor(self.config.model, static_args)
-    rows = self.config.train.batch_size
     length = self.modality.length
-    return rows * flops.train(model, *length, frozen=self._frozen)
+    total = flops.train(model, *length, frozen=self._frozen)
+    if self.teacher_model is not None:
+      total += flops.forward(self.teacher_model, *length)
+    return self.config.train.batch_size * total
 
   def flops_report(self):
     model, length = self.config.model, self.modality.length

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from mod_jax import flops, losses, routing
+from mod_jax import losses, routing
 from mod_jax.tasks.experiment import PruningObjective
 from mod_jax.tasks.plain import Plain, joined
 
@@ -15,26 +15,17 @@ class Pruning(Plain):
   loss weights are in `experiment.PruningObjective`.
   """
 
+  no_teacher = (
+    'DynamicViT learns beside a teacher that drops nothing: give its workdir or'
+    ' checkpoint as init (or objective.teacher), or set'
+    ' objective.token_distillation=0 and objective.logit_distillation=0.'
+  )
+
   def __init__(self, config, modality):
     super().__init__(config, modality)
     self.objective = config.objective or PruningObjective()
-    # Config of the teacher: the backbone without adapters.
-    self._taught = config.model.backbone.with_parts(lora=None)
-
-  def teacher(self, mesh):
-    del mesh
-    if not self.objective.needs_teacher:
-      return None
-    return self.load_teacher(
-      self._taught,
-      'DynamicViT learns beside a teacher that drops nothing: give its workdir'
-      ' or checkpoint as init (or objective.teacher), or set'
-      ' objective.token_distillation=0 and objective.logit_distillation=0.',
-      dropped=self.modality.optional,
-    )
-
-  def static_args(self, step):
-    return 0.0
+    if self.objective.needs_teacher:
+      self.teacher_model = config.model.backbone.with_parts(lora=None)
 
   def losses(self, params, model_state, batch, rng, static_args, teacher=None):
     model, objective = self.config.model, self.objective
@@ -46,7 +37,7 @@ class Pruning(Plain):
       ratio = losses.ratio_loss(output.keep_SBN, model.targets)
       weighted['ratio'] = (objective.ratio, ratio)
     if teacher is not None:
-      teacher_output = self._taught.build().apply(
+      teacher_output = self.teacher_model.build().apply(
         teacher, batch['image'], rngs={'routing': rng}
       )
       weighted['logit_distillation'] = (
@@ -79,11 +70,3 @@ class Pruning(Plain):
       teacher_BND = routing.gather_tokens(teacher_BND, selection.index_BK)
       keep_BN = jnp.ones(selection.index_BK.shape)
     return losses.token_distillation(features_BKD, teacher_BND, keep_BN)
-
-  def flops_per_step(self, static_args):
-    """Returns FLOPs of training the student and of a teacher's forward pass."""
-    model = self.config.model
-    total = flops.train(model, frozen=self._frozen)
-    if self.objective.needs_teacher:
-      total += flops.forward(self._taught)
-    return self.config.train.batch_size * total
