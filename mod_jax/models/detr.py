@@ -208,10 +208,6 @@ class DETRConfig(StackedConfig):
     ) + self.decoder.tokens_per_block(self.num_queries)
 
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, forward FLOPs by part) for one picture.
-
-    `flops.published_macs` counts the parts `norm`; `flops.forward` does not.
-    """
     tokens, queries = self.num_tokens, self.num_queries
 
     def rows(prefix, stack, length, norms, **kwargs):

@@ -179,10 +179,7 @@ class DynamicViTConfig(StackedConfig):
     )
 
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, forward FLOPs by part) for one image in inference.
-
-    `flops.published_macs` counts the parts `norm`; `flops.forward` does not.
-    """
+    """See `StackedConfig`; the FLOPs are those in inference."""
     backbone = self.backbone
     rows = [('embed', backbone.embed_flops())]
     for i, tokens in enumerate(self._tokens_left()):

@@ -37,6 +37,7 @@ class StackedConfig:
   it with; and `flops_table(*length)`, a list of (layer, forward FLOPs by part)
   for one input. `*length` is the number of tokens for language models, of
   frames for models of speech, and empty for models of pictures alone.
+  `flops.published_macs` counts the parts `norm`; `flops.forward` does not.
 
   A model's parts are the attributes below, pruning and merging. Pruning decides
   which tokens remain, routing which of the remaining tokens a block processes,

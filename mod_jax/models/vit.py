@@ -210,10 +210,6 @@ class ViTConfig(StackedConfig):
     }
 
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, forward FLOPs by part) for one image.
-
-    `flops.published_macs` counts the parts `norm`; `flops.forward` does not.
-    """
     *lengths, left = self.stack.lengths(self.num_tokens)
     blocks = map(self.block_flops, range(self.num_layers), lengths)
     return [
