@@ -20,6 +20,7 @@ from mod_jax import config as config_lib
 from mod_jax.convert import beside, clip, detr, files, llava, lm, vit, wav2vec2
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.experts import ExpertsConfig
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 TIMM = GOLDEN / 'vit_timm.safetensors'
@@ -233,6 +234,7 @@ TABLE = [
     'distillation_head=False',
   ),
   (lambda t: save_vit(t, **ADAPTIVE), 'adaptive', 'dense_twin'),
+  (lambda t: save_vit(t, experts=ExpertsConfig()), 'experts', 'dense_twin'),
   (lambda t: save_vit(t, num_layers=3), 'missing: block_2/mlp/up/kernel'),
   (
     lambda t: vit.names(change(VIT, distilled=True), 'torchvision'),
