@@ -34,8 +34,9 @@ def einsum(
   out_dtype = out_dtype or x.dtype
   if isinstance(kernel, Quantized):
     return kernel.product(x, out_dtype)
-  of_x, of_kernel = spec.partition('->')[0].split(',')
-  is_row = x.size == x.shape[-1] and of_x[0] not in of_kernel
+  operands, result = spec.split('->')
+  of_x, of_kernel = operands.split(',')
+  is_row = x.size == x.shape[-1] and of_x[0] == result[0] not in of_kernel
   if is_row and x.dtype == jnp.bfloat16 and choice.platform() == 'cpu':
     # A single row in bfloat16 takes XLA for CPUs longer than two do
     # (`benchmarks/one_row.py`).
