@@ -181,11 +181,8 @@ def contents(workdir, runs: Sequence[str]) -> dict[str, bytes]:
     folder = workdir / run / 'checkpoints'
     step = checkpoints.steps(folder)[-1]
     found[f'{run}: last step'] = str(step).encode()
-    data = folder / str(step) / 'data'
-    for path in sorted(data.rglob('*')):
-      # When it was written, is all that the file of this name says.
-      if path.is_file() and path.name != 'commit_success.txt':
-        found[f'{run}: {path.relative_to(data.parent)}'] = path.read_bytes()
+    saved = json.loads((folder / f'{step}/metadata/metadata').read_text())
+    found[f'{run}: data position'] = json.dumps(saved['data_position']).encode()
     names = ('params', 'opt_state', 'model_state', 'ema', 'rng')
     restored = checkpoints.restore_named(folder, names)
     for name, array in trees.flatten(restored.state).items():

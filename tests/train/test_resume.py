@@ -202,6 +202,6 @@ def test_signals_at_any_moment(tmp_path, monkeypatch):
   assert rounds.signals.total() >= 1
   # It can tell a difference.
   expected = dict(rounds.expected)
-  name = 'metrics.jsonl'
-  with pytest.raises(harness.Failure, match='metrics.jsonl differs'):
-    harness.compare(expected, expected | {name: expected[name] + b'x'})
+  for name in ('metrics.jsonl', '.: data position'):
+    with pytest.raises(harness.Failure, match=f'{name} differs'):
+      harness.compare(expected, expected | {name: expected[name] + b'x'})
