@@ -15,6 +15,7 @@ import grain
 import numpy as np
 
 from mod_jax import errors
+from mod_jax.data import common
 
 Batch = dict[str, np.ndarray]
 
@@ -154,16 +155,18 @@ def _start(dataset: grain.MapDataset, workers: int) -> grain.DatasetIterator:
   options = grain.MultiprocessingOptions(
     num_workers=workers, per_worker_buffer_size=_WORKER_BUFFER
   )
-  return iter(iterable.mp_prefetch(options, _outlive_signals))
+  return iter(iterable.mp_prefetch(options, _end_with_parent_alone))
 
 
-def _outlive_signals(worker: int, workers: int) -> None:
-  """Makes a worker process ignore signals to stop.
+def _end_with_parent_alone(worker: int, workers: int) -> None:
+  """Makes a worker process ignore signals to stop, and end with its parent.
 
   Ctrl-C, a closed terminal, and schedulers signal all processes of a run at
   once, but the main process needs batches until all hosts have agreed to stop.
-  Grain stops its workers by an event, not by a signal.
+  Grain stops its workers by an event, not by a signal. A main process that is
+  killed sets no event, and its workers would stay for ever.
   """
+  common.end_with_parent()
   for name in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1'):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 

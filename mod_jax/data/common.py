@@ -1,6 +1,8 @@
 """Checks and transforms that several pipelines share."""
 
 from collections.abc import Mapping, Sequence
+import multiprocessing
+import os
 import threading
 from typing import Any
 
@@ -34,6 +36,16 @@ def check_source(
         f'{" or ".join(map(repr, sources))}, but source={config.source!r}: set '
         f'source or drop {name}'
       )
+
+
+def end_with_parent() -> None:
+  """Makes a worker process exit when the process that started it has ended."""
+
+  def wait():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+  threading.Thread(target=wait, daemon=True).start()
 
 
 def select_rows(

@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 from typing import Any
 
 from absl import flags
@@ -27,6 +26,7 @@ import tqdm
 from mod_jax import cli, errors, paths
 from mod_jax import config as config_lib
 from mod_jax.data import (
+  common,
   corpus,
   prepared,
   shards,
@@ -323,12 +323,7 @@ def _map(function, jobs, workers) -> Iterator[Any]:
 def _end_with_parent():
   """Makes a worker ignore Ctrl-C and exit when its parent process has ended."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-  def wait():
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-  threading.Thread(target=wait, daemon=True).start()
+  common.end_with_parent()
 
 
 def main(argv: Sequence[str] | None = None):

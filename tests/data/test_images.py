@@ -8,6 +8,8 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 
 from batch_checks import (
   assert_resumed,
@@ -172,6 +174,30 @@ def test_workers_change_nothing():
   assert_same(batches, expected[2:4])
   alone.set_state(json.loads(json.dumps(state)))
   assert_same(take(alone, 1), expected[4:])
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_run(tmp_path):
+  script = tmp_path / 'run.py'
+  script.write_text(
+    'import time\n'
+    'from mod_jax.data import images\n'
+    "if __name__ == '__main__':\n"
+    '  config = images.ImageDataConfig(image_size=8, workers=1)\n'
+    '  iterator = images.train_iterator(config, batch_size=2, seed=0)\n'
+    '  next(iterator)\n'
+    "  print('read', flush=True)\n"
+    '  time.sleep(600)\n'
+  )
+  with subprocess.Popen(
+    [sys.executable, script],
+    stdout=subprocess.PIPE,
+    env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
+  ) as process:
+    assert process.stdout.readline() == b'read\n'
+    process.kill()
+    # The output has an end when nobody is left who could write to it.
+    assert process.communicate(timeout=60) == (b'', None)
 
 
 def test_batches_do_not_depend_on_the_number_of_shards(folder):
