@@ -13,7 +13,7 @@ import flax.struct
 import jax
 
 from mod_jax import config as config_lib
-from mod_jax import flops, tables, trees
+from mod_jax import tables, trees
 from mod_jax.errors import require
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import ACMConfig, AdaptiveConfig
@@ -198,14 +198,24 @@ def report(config, *length: int) -> str:
         f'{cost_before / 1e6:.3f} -> {cost / 1e6:.3f}',
       ]
     )
-  total_before, total = (flops.forward(x, *length) for x in (original, config))
+
+  def total(table):
+    return sum(
+      count
+      for _, parts in table
+      for part, count in parts.items()
+      if part != 'norm'
+    )
+
+  total_before = total(original.flops_table(*length))
+  after = total(config.flops_table(*length))
   title = 'dense' if original == config.dense_twin() else 'before'
   gate = sum(parts.get('gate', 0) for _, parts in config.flops_table(*length))
   return '\n'.join(
     [
       *tables.aligned(rows),
       f'FLOPs, forward: {title} {total_before:.4e}; with all learners'
-      f' {total:.4e} ({total / total_before:.4f} of it), of which gates'
+      f' {after:.4e} ({after / total_before:.4f} of it), of which gates'
       f' {gate / total_before:.4f}.',
     ]
   )

@@ -337,7 +337,7 @@ def test_a_model_of_sentence_pieces_reads_its_own_export(tmp_path):
 def test_somebody_elses_language_model_stays_what_it_was(tmp_path):
   source = tmp_path / 'source'
   shutil.copytree(GOLDEN / 'lm_eval' / 'model', source)
-  (source / 'generation_config.json').write_text('{}')
+  (source / 'generation_config.json').write_text('{"max_length": 9}')
   (source / 'tokenizer_config.json').write_text('{"pad_token": "<s>"}')
   run = mod_jax.load(source)
   mod_jax.export(run, tmp_path / 'ours')
