@@ -88,8 +88,17 @@ class TestTrain:
 
   @pytest.mark.usefixtures('one_device')
   def test_sweep(self, tmp_path):
+    file = tmp_path / 'config.py'
+    file.write_text(
+      'from mod_jax import config as config_lib\n'
+      f"mod = config_lib.load('{ROOT}/configs/lm/mod.py')\n"
+      "get_config = lambda: mod.get_config('tiny')\n"
+      'def complete(config):\n'
+      '  seed = 7 if config.optimizer.learning_rate < 1 else 8\n'
+      "  return config_lib.replace(config, {'seed': seed})\n"
+    )
     ended = run(
-      *('train.py', CONFIG, f'--workdir={tmp_path}'),
+      *('train.py', f'--config={file}', f'--workdir={tmp_path}'),
       '--sweep=optimizer.learning_rate=1e-3,1e38',
       *overrides(SMALL),
     )
@@ -99,6 +108,9 @@ class TestTrain:
     assert re.match(r'0\.001( +\d\.\d{4}){3}$', table[1])
     assert re.match(r'1e\+38( +diverged){3}$', table[2])
     assert len(json.loads((tmp_path / 'sweep.json').read_text())['points']) == 2
+    # Each point's config is completed by its own values.
+    configs = sorted(tmp_path.glob('*/config.json'))
+    assert [json.loads(x.read_text())['seed'] for x in configs] == [7, 8]
 
   @pytest.mark.parametrize('flag', ['flops', 'profile=2:3'])
   def test_what_a_sweep_does_not_support(self, flag):

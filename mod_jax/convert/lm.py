@@ -17,11 +17,12 @@ from flax import linen as nn
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import paths, trees
+from mod_jax import trees
 from mod_jax.convert import arrays as arrays_lib
 from mod_jax.convert import files
 from mod_jax.convert.arrays import Entry
 from mod_jax.convert.files import Lazy
+from mod_jax.data import tokenizers
 from mod_jax.data.tokenizers import Tokenizer
 from mod_jax.errors import UserError
 from mod_jax.layers.rope import RopeScaling
@@ -438,9 +439,7 @@ def max_length(path: str | os.PathLike) -> int:
 
 def unfollowed(path: str | os.PathLike) -> list[str]:
   """Returns a model's unsupported generation settings, as 'name=value'."""
-  told = paths.read_object(pathlib.Path(path) / 'generation_config.json')
-  # Models without that file have these settings in `config.json`.
-  told = told or paths.read_object(pathlib.Path(path) / 'config.json')
+  told = tokenizers.generation_settings(path)
   names = [k for k, x in _GENERATION.items() if told.get(k) not in (x, None)]
   return [f'{name}={told[name]}' for name in names]
 

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+from typing import Any
 
 from etils import epath
 import numpy as np
@@ -422,12 +423,16 @@ def declared_specials(directory: os.PathLike) -> dict[str, str]:
   return specials
 
 
+def generation_settings(directory: os.PathLike) -> dict[str, Any]:
+  """Returns the settings by which transformers generates."""
+  told = paths.read_object(epath.Path(directory) / _GENERATION)
+  # Models without that file have these settings in `config.json`.
+  return told or paths.read_object(epath.Path(directory) / 'config.json')
+
+
 def _told_ends(directory: os.PathLike) -> list[int]:
   """Returns the ids after which transformers stops generating."""
-  # Models without that file have these settings in `config.json`.
-  told = paths.read_object(epath.Path(directory) / _GENERATION)
-  told = told or paths.read_object(epath.Path(directory) / 'config.json')
-  ends = told.get('eos_token_id')
+  ends = generation_settings(directory).get('eos_token_id')
   ends = ends if isinstance(ends, list) else [ends]
   return [i for i in ends if type(i) is int]
 

@@ -44,8 +44,7 @@ def average_precisions(
   ap_VJ = np.full((num_classes, len(THRESHOLDS)), np.nan)
   for label in range(num_classes):
     scores, hits, ignored, total = [], [], [], 0
-    for of_picture in zip(found, there, crowds, strict=True):
-      of_found, *true = of_picture
+    for of_found, *true in zip(found, there, crowds, strict=True):
       real_T4, crowd_C4 = (x.box_N4[x.label_N == label] for x in true)
       mine = of_found.label_N == label
       order = np.argsort(-of_found.score_N[mine], kind='stable')[:_MOST]
