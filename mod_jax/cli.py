@@ -205,6 +205,8 @@ def run(main, argv=None, *, positional=False):
         raise
       _exit_with(message)
     finally:
+      # They are this command's, and not of what its process loads later.
+      _overrides.clear()
       sys.stdout.flush()
 
 

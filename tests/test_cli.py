@@ -206,6 +206,8 @@ def test_overrides_reach_the_config(args, changes):
   expected = config_lib.replace(base, changes)
   assert config_lib.from_json(ExperimentConfig, ended.out) == expected
   assert (expected == base) == (not changes)
+  # A config that the same process loads afterwards is as in its file.
+  assert cli.load_config('mine.py', ExperimentConfig) == base
 
 
 def test_config_files_are_found_from_anywhere():

@@ -198,6 +198,7 @@ def _understand(words, monkeypatch):
 
   with monkeypatch.context() as patch, flagsaver.flagsaver():
     patch.setattr(cli, 'run', parse)
+    patch.setattr(cli, '_overrides', [])
     # A sentence may name a command without the flags that it requires.
     patch.setattr(flags.FlagValues, 'validate_all_flags', lambda _: None)
     patch.setattr(sys, 'argv', list(words))

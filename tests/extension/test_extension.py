@@ -114,9 +114,7 @@ def get_config():
 """
 
 
-def test_a_score_beside_a_config_file(tmp_path, monkeypatch):
-  # Not those of other tests' command lines.
-  monkeypatch.setattr(cli, '_overrides', [])
+def test_a_score_beside_a_config_file(tmp_path):
   (tmp_path / 'norm_beside.py').write_text(_NORM)
   (tmp_path / 'mine.py').write_text(_CONFIG)
   config = cli.load_config(f'{tmp_path}/mine.py', ExperimentConfig)
