@@ -60,29 +60,31 @@ class RoutingMode(config_lib.Validated):
       return length
     return min(length, math.ceil(round(self.slack * capacity * length, 9)))
 
-  def rows_at_a_time(self, capacity: float, batch: int) -> int:
+  def rows_at_a_time(self, share: float, batch: int) -> int:
     """Returns how many routed rows of a batch are processed at a time.
 
-    The default is the expected number of rows plus two standard deviations,
-    rounded up to a power of two. More rows need a second iteration, which reads
-    the block's weights again.
+    `share` is the fraction of rows that are expected to be routed. The default
+    is their expected number plus two standard deviations, rounded up to a power
+    of two. More rows need a second iteration, which reads the block's weights
+    again.
     """
     if self.chunk is not None:
       return min(self.chunk, batch)
-    mean = capacity * batch
+    mean = share * batch
     rows = math.ceil(mean + 2 * math.sqrt(mean))
     return min(1 << (rows - 1).bit_length(), batch)
 
-  def takes_all_rows(self, capacity: float, batch: int) -> bool:
+  def takes_all_rows(self, share: float, batch: int) -> bool:
     """Returns whether to process all rows of a batch and mask some of them.
 
     By default this is True if `rows_at_a_time` is the whole batch, and some row
-    is almost certainly routed: masking saves copies of rows and caches.
+    is almost certainly routed: masking saves copies of rows and caches. `share`
+    is as in `rows_at_a_time`.
     """
     if self.chunk is not None:
       return self.chunk == 0
-    rows = self.rows_at_a_time(capacity, batch)
-    return rows == batch and capacity * batch >= 4
+    rows = self.rows_at_a_time(share, batch)
+    return rows == batch and share * batch >= 4
 
   def row_slots(
     self, capacity: float, length: int, length_B: jax.Array
