@@ -157,7 +157,7 @@ class BlockOutput:
 # A token's score is the attention that it receives, averaged over heads: `mean`
 # from all tokens (A-MoD's routing score), `first` from the class token only,
 # `last` from the last token that is not of an answer (FastV's).
-Score = Literal['mean', 'first', 'last']
+AttentionScore = Literal['mean', 'first', 'last']
 
 
 class Attention(nn.Module):
@@ -171,7 +171,8 @@ class Attention(nn.Module):
 
   config: AttentionConfig
   dtype: str = dataclasses.field(default='float32', kw_only=True)
-  score: Score | None = None  # Content of `aux['attention']`; None to omit it.
+  # Content of `aux['attention']`; None to omit it.
+  score: AttentionScore | None = None
   mode: Mode = Mode()
   # Whether `aux['keys']` has float32 key_BLC, averaged over heads.
   tells_keys: bool = dataclasses.field(default=False, kw_only=True)

@@ -15,8 +15,8 @@ from mod_jax.layers import dense
 from mod_jax.layers.attention import (
   Attention,
   AttentionConfig,
+  AttentionScore,
   BlockOutput,
-  Score,
 )
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode, Part
@@ -124,7 +124,7 @@ class Block(nn.Module):
   config: BlockConfig
   # Content of `aux['attention']` and, with cross-attention, of
   # `aux['source_attention']`; None to omit them.
-  score: Score | None = None
+  score: AttentionScore | None = None
   # Probability in training that a sequence skips the attention, and
   # independently the feed-forward, of this block (Huang et al. 2016).
   drop_rate: float = 0.0

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from mod_jax import routing
 from mod_jax.errors import require
 from mod_jax.layers import rules, scores
-from mod_jax.layers.attention import Score as AttentionScore
+from mod_jax.layers.attention import AttentionScore
 from mod_jax.layers.block import Block, BlockConfig
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode, RoutingMode
@@ -39,8 +39,8 @@ class LayerConfig:
     block: config of the block.
     routing: how tokens are chosen; None for a dense layer.
     capacity: fraction of tokens that a routed layer processes.
-    attention_score: kind of score in `aux['attention']`, see `attention.Score`;
-      None for no score.
+    attention_score: kind of score in `aux['attention']`, see
+      `attention.AttentionScore`; None for no score.
     source_routing: how cross-attention chooses the source tokens that it reads;
       None if it reads all of them.
     source_capacity: fraction of source tokens that `source_routing` chooses.
@@ -326,7 +326,9 @@ class Layer(nn.Module):
       aux[kind] = aux[kind] | value if kind in aux else value
     return LayerOutput(x_BLD, cache, aux | source_aux)
 
-  def _route(self, block, x_BLD, info, cache, score_BL, router) -> LayerOutput:
+  def _route(
+    self, block, x_BLD, info, cache, attention_BL, router
+  ) -> LayerOutput:
     """Runs the block, or its routed half, on the chosen tokens.
 
     If only the feed-forward is routed, `cache` already has these tokens.
@@ -336,7 +338,7 @@ class Layer(nn.Module):
     mode, capacity = self.mode.routing, config.capacity
     by_kind = config.routing.kinds is not None
     rule = None if by_kind else mode.causal_rule
-    routed = self._score(x_BLD, info, score_BL, router)
+    routed = self._score(x_BLD, info, attention_BL, router)
     top, unplaced_B = None, 0
     if by_kind:
       slots = config.slots(mode, length, info.image_places)
@@ -348,7 +350,7 @@ class Layer(nn.Module):
     if not decodes:
       routed = routed.replace(
         top_k_BL=routing.mark_tokens(top, length),
-        kth_B=_last_score(routed.score_BL, top),
+        kth_B=_kth_score(routed.score_BL, top),
       )
     threshold_B = self._read_and_update_threshold(rule, routed)
     routed = routed.replace(threshold_B=threshold_B)
@@ -576,7 +578,7 @@ def _mean_of_row(score_BL, valid_BL):
   return jnp.broadcast_to(total_B1 / count_B1, score_BL.shape)
 
 
-def _last_score(score_BL, top: routing.Selection):
+def _kth_score(score_BL, top: routing.Selection):
   """Returns each row's lowest score of a chosen token; inf if there is none."""
   score_BK = jnp.take_along_axis(score_BL, top.index_BK, axis=-1)
   if top.valid_BK is not None:

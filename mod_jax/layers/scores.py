@@ -1,4 +1,8 @@
-"""Scores per token, by which a routed block chooses."""
+"""Scores per token, by which a routed block chooses.
+
+Of earlier blocks, a score sees only how much attention each token received.
+`attention.Attention` computes this, and `stack.Group` passes it on.
+"""
 
 import abc
 import dataclasses

@@ -319,12 +319,12 @@ class Group(nn.Module):
     later layers unchanged.
     """
     depth = len(self.layers) if depth is None else depth
-    auxes, new_caches, score_BL = [], [], None
+    auxes, new_caches, attention_BL = [], [], None
     for i in range(depth):
       cache = None if caches is None else caches[i]
-      output = self.step(i, x_BLD, info, score_BL, cache, router)
+      output = self.step(i, x_BLD, info, attention_BL, cache, router)
       x_BLD = output.x_BLD
-      score_BL = output.aux.get('attention', score_BL)
+      attention_BL = output.aux.get('attention', attention_BL)
       info = info if output.info is None else output.info
       aux = output.aux
       if info.source is not None:
