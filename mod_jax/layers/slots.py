@@ -47,8 +47,8 @@ class Slot(config_lib.Validated, abc.ABC):
       y [B, L, …], and further results (aux) by kind, which losses, metrics and
       pictures get from `stack.collect`. The kinds `router`, `attention`,
       `adaptive`, `experts`, `features`, `captured` and `merged_into` are
-      reserved. A task's loss may use any other kind: see `Task.loss`, and
-      `tasks/adaptive.py` for an example that reads aux.
+      reserved. A task's losses may use any other kind: see `Method.losses` in
+      `train/task.py`, and `tasks/adaptive.py` for an example that reads aux.
     """
 
   @abc.abstractmethod

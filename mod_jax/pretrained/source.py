@@ -1,9 +1,11 @@
 """Finds out what a path contains: a run, an export or a pretrained model.
 
-To add a format, write a subclass of `Source` and a branch in `Source.open`.
-This module and the modules of `tasks` import each other, since
-`ExperimentConfig` is in `tasks`. Hence those modules import this one as a
-whole, and no names from it.
+To add a format, write a subclass of `Source` and a branch in `Source.open`; for
+folders of Hugging Face, a subclass of `_Published` and a line in `_PUBLISHED`.
+
+Importing this module first runs `tasks/__init__.py`, since `ExperimentConfig`
+is in `tasks`. The other modules of `tasks` then find this one incomplete. Hence
+they import it as a whole, and no names from it.
 """
 
 import abc

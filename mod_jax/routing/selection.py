@@ -19,8 +19,8 @@ class Selection:
   """The chosen tokens: K slots per sequence, some of which may be empty.
 
   Attributes:
-    index_BK: int32 positions of tokens, ascending and unique in each row. Empty
-      slots also have one.
+    index_BK: int32 positions of tokens, ascending and unique in each row. An
+      empty slot has the position of padding or of a token that was not chosen.
     valid_BK: False for empty slots; None if all hold a chosen token.
   """
 

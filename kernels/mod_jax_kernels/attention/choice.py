@@ -28,16 +28,16 @@ def splash_suits(q_BQHC, k_BSGC, *_) -> bool:
 
 
 def cudnn_suits(*_) -> bool:
-  """Returns whether tracing is for a GPU, and not `_split_by_compiler`."""
+  """Returns whether tracing is for a GPU, and no compiler divides the call."""
   return platform() == 'cuda' and not _split_by_compiler()
 
 
 def triton_suits(q_BQHC, *_) -> bool:
-  """Returns whether `cudnn_suits`, but cuDNN would be slower because it pads.
+  """Returns whether `cudnn_suits` is true, but these kernels are faster.
 
-  This is so for bfloat16 of an odd length below 1024. The kernels, with scores,
-  take .74 of cuDNN's time for 197 tokens and .96 for 577 (`results/h100`). From
-  1024 tokens on, padding costs little.
+  They are for bfloat16 of an odd length below 1024, which cuDNN pads: with
+  scores, they take .74 of cuDNN's time for 197 tokens and .96 for 577
+  (`results/h100`). From 1024 tokens on, padding costs little.
   """
   length, dtype = q_BQHC.shape[1], q_BQHC.dtype.name
   padded = length % 2 == 1 and length < 1024
