@@ -176,6 +176,8 @@ _QWEN = {
   'max_window_layers': 28,
   'layer_types': None,
 }
+# The families, by `model_type`, and their own defaults of fields. What else
+# distinguishes a family is in `from_fields` and, for writing, `fields_of`.
 _DEFAULTS = {
   'llama': {},
   'mistral': {

@@ -18,6 +18,7 @@ Sources of data, and what they need:
 * `digits`, `scenes`, `formants`: images and speech without a download;
 * `coco`, `audio_files`, `tables`: files in other formats;
 * `tfds_builder`, `tfds_images`, `tfds_text`: TensorFlow Datasets;
-* `augment`, `corruptions`: changes of images;
+* `augment`: resizing, cropping and augmentation of images;
+* `corruptions`: corrupted images, to measure robustness;
 * `fingerprint`: hashes of data, to notice changes.
 """

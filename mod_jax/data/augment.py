@@ -1,4 +1,4 @@
-"""From decoded images to arrays of a classifier: crops, augmentation, mixing.
+"""Resizes and crops images, for evaluation too; augments and mixes them.
 
 Images are RGB `PIL.Image`s of any size until they are cropped to S x S pixels
 (`size`), with Pillow's filter `resample`, and then normalised. What is not

@@ -10,7 +10,9 @@ is a dict of arrays (S is `config.image_size`, V the number of classes):
                                 number may be true, 0 or 1 as int32 [B, V]
   weight  float32 [B]           evaluation: 0 for rows that only fill a batch
 
-Decoding and augmentation run inside Grain, in threads or worker processes.
+`Preprocess` says how images are resized and cropped for evaluation, which
+`augment` does. Decoding and augmentation run inside Grain, in threads or worker
+processes.
 """
 
 from collections.abc import Iterable, Iterator

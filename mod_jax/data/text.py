@@ -14,6 +14,9 @@ is a dict of arrays:
 The tokens of all documents are one stream, cut into windows of L + 1 tokens at
 stride L, so that each token is a target exactly once. With segments, a target
 that begins another document has weight 0.
+
+`open_stream` opens a prepared corpus, or the files that `split_files` lists for
+a source. Sources of another kind are read by `prepare` alone.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,9 @@
-"""Which tokens a routed block processes, given their scores."""
+"""Causal rules, which decide token by token whether a block processes it.
+
+`RoutingMode.rule` names the rule of a call, and `routed.Layer` applies it.
+`MoDConfig.causal_rules` says which rules a training makes usable. `Routing` is
+the record of a block's decisions, by top-k or by a rule.
+"""
 
 import abc
 import dataclasses

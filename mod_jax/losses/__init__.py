@@ -11,7 +11,7 @@ modules:
 * `experts`: mixtures of experts;
 * `language`: next-token cross-entropy, also fused with the head;
 * `mean_precision`: mean average precision of boxes, in NumPy;
-* `routing`: causal rules that approximate top-k;
+* `routing`: routers, predictors, and causal rules that approximate top-k;
 * `sums`: addition of pairs;
 * `vision`: image classification, distillation and token pruning.
 """

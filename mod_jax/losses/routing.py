@@ -1,4 +1,8 @@
-"""Losses and metrics of causal rules that approximate top-k."""
+"""Losses of routers and predictors, and how well causal rules match top-k.
+
+`tasks.plain.routing_losses` weighs the losses of all routed layers, which are
+then added to the loss of the data.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,7 @@
 """The engine's slots on the device, and the compiled functions on them.
 
-A slot is a row of the `State`, and serves one request at a time. `insert` and
+A slot is a row of the `State`, and serves one request at a time; `engine`
+decides which. (The slots of `layers.slots` are parts of a block.) `insert` and
 `step` of `Program` are compiled twice; the version with `Extras` runs only
 while a request that needs them has a slot.
 """

@@ -1,4 +1,4 @@
-"""Incremental detokenisation: the text of tokens that arrive one by one."""
+"""Incremental detokenisation: the text of new tokens, up to a stop text."""
 
 from absl import logging
 

@@ -3,6 +3,9 @@
 The picture shows their losses over steps, training FLOPs and time. Time is
 computed from a run's mean seconds per step, including evaluations and saves but
 not restarts, according to its history.
+
+Two held-out losses are not compared if the runs' kinds of data, held-out data
+or tokenizers are known to differ (`Run.comparable`).
 """
 
 from collections.abc import Sequence

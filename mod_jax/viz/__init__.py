@@ -4,6 +4,9 @@ The functions do not depend on models: callers pass arrays, strings and records.
 All figures are made without pyplot, so they share no state with a notebook or
 with another thread; `save` writes them. A module is imported when one of its
 names in `_NAMES` is first used, since matplotlib takes long to import.
+
+A run has the pictures that the methods `curves` and `pictures` of its task and
+modality return (`tasks`); `studies` draw further ones.
 """
 
 import importlib
