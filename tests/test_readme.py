@@ -237,6 +237,9 @@ def test_files_that_are_named_exist(page):
     rf'(?<![\w/.:-])(?:{folders})/[a-z\d_/-]+\.[a-z]+', TEXTS[page]
   )
   assert [n for n in names if not (ROOT / n).exists()] == []
+  of_files = re.findall(r'`([\w.]+)` in `(mod_jax/\S+\.py)`', TEXTS[page])
+  for name, file in of_files:
+    assert name.split('.')[-1] in (ROOT / file).read_text(), (name, file)
   # What measures keeps its result; what tunes prints it, and what is for the
   # devices or texts of others writes it to a directory of theirs.
   prints = ('tune', 'import_time', 'accelerator', 'kernel_errors', 'text_tasks')
