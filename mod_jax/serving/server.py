@@ -259,6 +259,7 @@ class _Server:
     return await self._serve(request, requests.Chat)
 
   async def _serve(self, request, kind) -> Response:
+    """Returns the answer to a request, which is counted by its status."""
     status = 500
     try:
       response = await self._answered(request, kind)
@@ -274,6 +275,7 @@ class _Server:
       self._metrics.count_request(request.url.path, status)
 
   async def _answered(self, request, kind) -> Response:
+    """Parses a request and answers it; raises _Refused for any bad input."""
     try:
       api_request = requests.parse(kind, await _body(request, self._most_bytes))
       return await _while_connected(request, self._answer(api_request))
@@ -283,6 +285,7 @@ class _Server:
       raise _Refused('the server is being stopped.', 503) from error
 
   async def _answer(self, asked) -> Response:
+    """Submits a parsed request to the engine, and returns what it generates."""
     chat = isinstance(asked, requests.Chat)
     if asked.model is not None:
       self._check_model(asked.model)

@@ -59,8 +59,9 @@ def train_step(
       return model_state, [weight for _, weight in losses]
 
     # Each loss is a mean over the whole batch. Its divisor is the sum of its
-    # weights over all microbatches, so compute the weights first. The compiler
-    # drops what they do not depend on, usually the whole model.
+    # weights over all microbatches, so compute the weights first. This is
+    # usually cheap: the compiler leaves out what the weights do not depend on,
+    # such as the whole model.
     _, weights = jax.lax.scan(weigh, state.model_state, (micro, rngs))
     weights = [weight.sum(axis=0) for weight in weights]
 
