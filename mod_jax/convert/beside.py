@@ -282,6 +282,7 @@ def _pretrained_cfg(fields) -> dict[str, Any]:
     'resample': _filter(fields.get('interpolation')),
     'resize': modes.get(mode),
     'crop_fraction': _number(fraction),
+    'rounding': 'even' if _number(fraction) else None,
   }
   unsupported = mode is not None and mode not in modes
   return {

@@ -21,6 +21,9 @@ Color = tuple[int, int, int]
 # 'shorter_side' resizes the shorter side to a number of pixels and keeps the
 # aspect ratio; 'squash' resizes both sides to it; 'none' does not resize.
 Resize = Literal['shorter_side', 'squash', 'none']
+# Where a centred crop begins if that is between two pixels: Hugging Face rounds
+# 'down'; torchvision, and so timm, rounds to 'even' numbers.
+Rounding = Literal['down', 'even']
 
 _MAX_MAGNITUDE = 10.0
 _Magnitude = Annotated[float, config_lib.Range(ge=0, le=_MAX_MAGNITUDE)]
@@ -93,12 +96,13 @@ def center_crop(
   fraction: float = 1.0,
   resample: Image.Resampling = Image.Resampling.BICUBIC,
   resize: Resize = 'shorter_side',
+  rounding: Rounding = 'down',
 ) -> Image.Image:
   """Returns a centred square crop of a resized image, `size` pixels a side.
 
   `resize` says which sides are first resized to `size / fraction` pixels. The
-  pixels equal those of Hugging Face's image processors. Pixels outside of the
-  image are black.
+  pixels equal those of Hugging Face's image processors or, if `rounding` is
+  'even', of timm. Pixels outside of the image are black.
   """
   full = max(1, round(size / fraction))
   if resize == 'squash':
@@ -108,11 +112,13 @@ def center_crop(
     # Resizing an image of extreme aspect ratio could exhaust the memory.
     image = _middle(image, *(min(n, _LONGEST * shorter) for n in image.size))
     image = image.resize([full * n // shorter for n in image.size], resample)
-  return _middle(image, size, size)
+  return _middle(image, size, size, rounding)
 
 
-def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
-  left, top = (image.width - width) // 2, (image.height - height) // 2
+def _middle(image, width, height, rounding: Rounding = 'down') -> Image.Image:
+  to_pixel = round if rounding == 'even' else math.floor
+  left = to_pixel((image.width - width) / 2)
+  top = to_pixel((image.height - height) / 2)
   return image.crop((left, top, left + width, top + height))
 
 

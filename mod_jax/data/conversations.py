@@ -114,6 +114,7 @@ class ConversationDataConfig:
     crop_fraction: side of the centred square crop over the resized picture's
       shorter side.
     resize: see `ImageDataConfig.resize`.
+    rounding: see `ImageDataConfig.rounding`.
     resample: the filter for resizing.
     mean: subtracted from values in [0, 1], per channel.
     std: divided by, per channel.
@@ -135,6 +136,7 @@ class ConversationDataConfig:
   image_size: config_lib.Pixels = 64
   crop_fraction: config_lib.Positive = 1.0
   resize: augment_lib.Resize = 'shorter_side'
+  rounding: augment_lib.Rounding = 'down'
   resample: Literal['nearest', 'bilinear', 'bicubic', 'lanczos'] = 'bicubic'
   mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
   std: config_lib.Positives = (0.5, 0.5, 0.5)
@@ -158,9 +160,9 @@ class ConversationDataConfig:
 
   @property
   def preprocess(self) -> Preprocess:
-    names = ('image_size', 'crop_fraction', 'mean', 'std', 'resize')
+    names = ('image_size', 'crop_fraction', 'mean', 'std')
     return Preprocess(
-      **{name: getattr(self, name) for name in names},
+      **{name: getattr(self, name) for name in (*names, 'resize', 'rounding')},
       resample=Image.Resampling[self.resample.upper()],
     )
 

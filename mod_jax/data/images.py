@@ -64,6 +64,7 @@ class Preprocess:
     std: divided by, per channel.
     resample: Pillow's filter.
     resize: 'shorter_side', 'squash' or 'none', as in `augment.Resize`.
+    rounding: where the crop begins, as in `augment.Rounding`.
   """
 
   image_size: int
@@ -72,6 +73,7 @@ class Preprocess:
   std: tuple[float, float, float]
   resample: Image.Resampling = Image.Resampling.BICUBIC
   resize: augment_lib.Resize = 'shorter_side'
+  rounding: augment_lib.Rounding = 'down'
 
   def apply_to(self, data: 'ImageDataConfig') -> 'ImageDataConfig':
     """Returns a copy of the config whose evaluation preprocesses this way."""
@@ -87,6 +89,7 @@ class Preprocess:
       fraction=self.crop_fraction,
       resample=self.resample,
       resize=self.resize,
+      rounding=self.rounding,
     )
 
   def __call__(self, pictures: Iterable[Any]) -> np.ndarray:
@@ -149,6 +152,8 @@ class ImageDataConfig:
       is 1 for digits and scenes, and 0.875 for other sources.
     resize: 'shorter_side' keeps an image's aspect ratio; 'squash' makes it
       square; 'none' does not resize.
+    rounding: where a crop begins that is centred between two pixels: 'down' is
+      the lower one, as in Hugging Face; 'even' the even one, as in timm.
     resample: the filter for resizing; None is 'bilinear' for digits and scenes,
       and 'bicubic' for other sources.
     class_weights: factors on the losses of classes: a table, as in
@@ -188,6 +193,7 @@ class ImageDataConfig:
   image_size: config_lib.Pixels = 32
   crop_fraction: _Crop | None = None
   resize: augment_lib.Resize = 'shorter_side'
+  rounding: augment_lib.Rounding = 'down'
   resample: Resample | None = None
   class_weights: Literal['balanced'] | _ClassWeights | None = None
   sampling: Literal['uniform', 'balanced'] = 'uniform'
@@ -240,6 +246,7 @@ class ImageDataConfig:
       std=self.std,
       resample=Image.Resampling[(self.resample or resample).upper()],
       resize=self.resize,
+      rounding=self.rounding,
     )
 
 

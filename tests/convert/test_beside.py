@@ -86,6 +86,7 @@ def test_of_timm(tmp_path):
       'resample': Image.Resampling.BILINEAR,
       'resize': 'squash',
       'crop_fraction': 224 / 248,
+      'rounding': 'even',
     },
   )
 

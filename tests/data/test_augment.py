@@ -43,6 +43,19 @@ def test_center_crop_is_resizing_the_shorter_side_and_cutting():
   assert not np.array_equal(cropped, np.asarray(augment.center_crop(image, 28)))
 
 
+@pytest.mark.parametrize(
+  # The second are the columns that torchvision's CenterCrop leaves out.
+  ('rounding', 'left'),
+  [('down', [0, 0, 1, 1, 2, 2, 3, 3]), ('even', [0, 0, 1, 2, 2, 2, 3, 4])],
+)
+def test_where_a_crop_begins_between_two_pixels(rounding, left):
+  for width, start in enumerate(left, start=12):
+    image = noise(width, 12)
+    cropped = augment.center_crop(image, 12, rounding=rounding)
+    expected = np.asarray(image)[:, start : start + 12]
+    np.testing.assert_array_equal(np.asarray(cropped), expected)
+
+
 @pytest.mark.parametrize('shape', [(64, 64), (30, 77), (400, 4)])
 def test_random_resized_crop_has_the_area_and_aspect_asked_for(shape):
   # Pixels carry their place, so that the crop's borders can be read off.
