@@ -176,7 +176,7 @@ def save(
     fields = files.config_json(like)
     for name, array in files.stored(like).items():
       names[_on_disk(name)], types[_on_disk(name)] = name, array.stored
-    files.copy(like, folder, _BESIDE)
+    convert_lm.copy_beside(like, folder, _BESIDE)
   written = []
   for name, *rest in _arrays(params, dense, types):
     new = name.replace('vision_tower.', f'vision_tower.{clip.PREFIX}', 1)

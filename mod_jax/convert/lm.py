@@ -373,9 +373,19 @@ def save(
     fields = files.config_json(like)
     if files.has_stored(like):
       types = {name: x.stored for name, x in files.stored(like).items()}
-    files.copy(like, folder, BESIDE)
+    copy_beside(like, folder, BESIDE)
   files.write_sharded(folder, arrays(params, config, types))
   files.write_json(folder / 'config.json', fields)
+
+
+def copy_beside(like: pathlib.Path, folder: pathlib.Path, names) -> None:
+  """Copies the named files of a model whose `config.json` is copied, too."""
+  files.copy(like, folder, names)
+  generation = 'generation_config.json'
+  if not (like / generation).is_file():
+    # Its settings are in `config.json`, from where transformers does not take
+    # them beside a file with the tokenizer's end tokens.
+    (folder / generation).unlink(missing_ok=True)
 
 
 def arrays(

@@ -15,7 +15,7 @@ import tiny
 
 import mod_jax
 from mod_jax import config as config_lib
-from mod_jax.data import prepare
+from mod_jax.data import prepare, tokenizers
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
@@ -336,6 +336,15 @@ def test_a_model_of_sentence_pieces_reads_its_own_export(tmp_path):
   assert again.encode('b c') == run.encode('b c')
   asked = {'inputs': 'b c', 'max_new_tokens': 2}
   assert again.predict(**asked)[0].text == run.predict(**asked)[0].text
+
+
+def test_settings_of_generation_in_the_config_stay_in_force(tmp_path):
+  source = shutil.copytree(GOLDEN / 'lm_eval' / 'model', tmp_path / 'source')
+  file = source / 'config.json'
+  told = json.loads(file.read_text()) | {'repetition_penalty': 1.2}
+  file.write_text(json.dumps(told))
+  mod_jax.export(mod_jax.load(source), tmp_path / 'out', 'huggingface')
+  assert tokenizers.generation_settings(tmp_path / 'out') == told
 
 
 def test_somebody_elses_language_model_stays_what_it_was(tmp_path):
