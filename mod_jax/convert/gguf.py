@@ -70,10 +70,16 @@ _SPLITS = {
   'gpt-2': None,
   'smollm': pre_tokenizers.Digits(individual_digits=True),
   'llama-bpe': _WORDS % '1,3',
+  'smaug-bpe': _WORDS % '1,3',  # With merges, and without a begin token.
   'qwen2': _WORDS % '1',
 }
-# Other names in llama.cpp for the same splits.
-_SAME = {'llama3': 'llama-bpe', 'llama-v3': 'llama-bpe'}
+# Other names in llama.cpp for the same splits, of models of `_ARCHITECTURES`.
+_SAME = {
+  **dict.fromkeys(('llama3', 'llama-v3', 'falcon3', 'pixtral'), 'llama-bpe'),
+  **{'midm-2.0': 'llama-bpe', 'deepseek-r1-qwen': 'qwen2'},
+  **dict.fromkeys(('refact', 'minerva-7b'), 'smollm'),
+  **dict.fromkeys(('mellum', 'trillion', 'a.x-4.0'), 'gpt-2'),
+}
 # Tokens after which llama.cpp stops, also where the metadata do not name them.
 _ENDS = (
   *('<|eot_id|>', '<|eom_id|>', '<|im_end|>', '<|end|>', '<end_of_turn>'),

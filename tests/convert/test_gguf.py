@@ -230,7 +230,12 @@ def words():
     ('smollm', '1 2 3 4 5'),
     ('llama-bpe', '123 45'),
     ('llama3', '123 45'),
+    ('falcon3', '123 45'),
+    ('smaug-bpe', '123 45'),
     ('qwen2', '1 2 3 4 5'),
+    ('deepseek-r1-qwen', '1 2 3 4 5'),
+    ('minerva-7b', '1 2 3 4 5'),
+    ('mellum', '12345'),
   ],
 )
 def test_texts_are_split_and_joined_again(tmp_path, pre, expected):
@@ -304,6 +309,8 @@ def test_text_that_spells_a_special_token_is_not_merged_into_it():
   [
     ('llama-bpe', None, True),  # As in llama.cpp, for Llama 3.
     ('llama-v3', None, True),
+    ('pixtral', None, True),
+    ('smaug-bpe', None, False),
     ('llama-bpe', False, False),
     ('qwen2', None, False),
     ('qwen2', True, True),
