@@ -511,13 +511,14 @@ def parse(text, hint):
   dataclasses as `{'name': value}`. A value that the field does not allow is
   returned as well; `fit` refuses it.
   """
-  text = text.strip()
+  whole, text = text, text.strip()
   words = {'none': None, 'true': True, 'false': False}
   value = read_literal(text)
   parts = (part.strip() for part in split(text, '([{)]}', '"\''))
   parts = tuple(map(read_literal, parts))
-  candidates = (words.get(text.lower(), _NO), text, value, parts, (value,))
-  for candidate in candidates:
+  word = words.get(text.lower(), _NO)
+  # A string, such as a prompt, may begin or end with spaces.
+  for candidate in (word, whole, text, value, parts, (value,)):
     if _fit(candidate, hint) is not _NO:
       return candidate
   return value

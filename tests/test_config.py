@@ -291,6 +291,7 @@ class TestOverride:
       ('tied', 'False', False),
       ('kv_heads', 'none', None),
       ('path', '123', '123'),
+      ('path', " 'a' ", " 'a' "),
       ('capacities', '1,.2', (1.0, 0.2)),
       ('mesh', '4', (4,)),
       ('mesh', '()', ()),

@@ -42,7 +42,7 @@ def parse(
   """Returns the values of each field of a config in texts like `seed=0,1,2`.
 
   Values are written as on the command line. Commas within brackets or quotes
-  do not separate values.
+  do not separate values; a string may be in quotes, which are no part of it.
 
   Raises:
     UserError: a field is unknown or named twice, or its values do not fit.
@@ -61,10 +61,15 @@ def parse(
       )
     hint = config_lib.field(config, path, '--sweep=')
     axes[path] = tuple(
-      config_lib.parse(v, hint)
-      for v in config_lib.split(values, '([{)]}', '"\'')
+      _value(v.strip(), hint) for v in config_lib.split(values, '([{)]}', '"\'')
     )
   return axes
+
+
+def _value(text: str, hint) -> Any:
+  value = config_lib.parse(text, hint)
+  within = config_lib.read_literal(text)
+  return within if isinstance(value, str) and isinstance(within, str) else value
 
 
 def points(

@@ -50,6 +50,7 @@ class TestPoints:
     [
       ('init=none,runs/a', (None, 'runs/a')),
       ('seed= 3 , 4', (3, 4)),
+      ("init='a,b', ' c', d's", ('a,b', ' c', "d's")),
       ('model.routing.capacity=0.5,(0.25,0.5)', (0.5, (0.25, 0.5))),
       ("optimizer.rules=((',', 1.0, 0),)", (((',', 1.0, 0),),)),
     ],
