@@ -197,6 +197,17 @@ def test_numbers_of_other_types(k, dtype, learners, want):
   ]
 
 
+def test_integers_of_64_bits():
+  """On a CPU the kernels are traced as well."""
+  with jax.enable_x64():
+    (*inputs, k_T), _ = draw()
+    g_TD = jnp.ones((len(k_T), OUT), 'float32')
+    got = both_ways(acm_mlp, inputs, k_T, g_TD)
+    want = both_ways(plain, inputs, k_T, g_TD)
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
 def test_wide_learners_run_in_blocks_on_a_tpu():
   *arrays, _ = shapes(tokens=500, width=16_384, hidden=4096)
 

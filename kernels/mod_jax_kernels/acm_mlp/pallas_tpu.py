@@ -16,6 +16,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+import numpy as np
 
 from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles as tiles_lib
@@ -175,7 +176,8 @@ class Plan:
     def of_rows(width):
       return pl.BlockSpec((rows, width), lambda p, i, *_: (tile(p, i), 0))
 
-    blocks = self._blocks
+    # Not a Python integer, which may have 64 bits: `lax.div` promotes nothing.
+    blocks = np.int32(self._blocks)
     tokens = pl.BlockSpec(
       (1, rows // LANES, LANES), lambda p, i, *_: (tile(p, i), 0, 0)
     )

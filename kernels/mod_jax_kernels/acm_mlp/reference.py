@@ -67,7 +67,8 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, keep, tile=TILE):
     before_SH = jnp.zeros((token_S.shape[0], learners * hidden), x_TD.dtype)
   # Skip learners without tokens.
   sum_SD, before_SH = jax.lax.fori_loop(
-    *(0, jnp.sum(order.count_N > 0), one_learner), (sum_SD, before_SH)
+    *(0, jnp.sum(order.count_N > 0, dtype=jnp.int32), one_learner),
+    (sum_SD, before_SH),
   )
   y_TD = sum_SD.astype(x_TD.dtype)[order.slot_T]
   return y_TD, before_SH[:tokens] if keep else None
@@ -130,7 +131,7 @@ def backward(
 
   weights = w1_NDF, b1_NF, w2_NFD
   dx_SD, *sums = jax.lax.fori_loop(
-    *(0, jnp.sum(order.count_N > 0), one_learner),
+    *(0, jnp.sum(order.count_N > 0, dtype=jnp.int32), one_learner),
     tuple(jnp.zeros(a.shape, jnp.float32) for a in (x_SD, *weights)),
   )
   return dx_SD.astype(x_TD.dtype)[order.slot_T], *(
