@@ -31,10 +31,10 @@ _KERNELS = (
 )
 # Opcodes whose result has the values of their first operand.
 _COPIES = ('bitcast', 'convert', 'copy', 'copy-start', 'copy-done')
-# Opcodes for which a GPU launches nothing.
+# Opcodes for which a GPU launches nothing, as for those that end in `-done`.
 _NOTHING = (
   *('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast'),
-  *('copy-done', 'async-done', 'after-all', 'partition-id', 'replica-id'),
+  *('after-all', 'partition-id', 'replica-id'),
 )
 _SLICES = ('dynamic-slice', 'gather', 'slice')
 _UPDATES = ('dynamic-update-slice', 'scatter')
@@ -341,7 +341,7 @@ class _Program:
     computation = self._computations[name or self._entry]
     for instruction in computation.values():
       opcode = instruction.opcode
-      if opcode in _NOTHING:
+      if opcode in _NOTHING or opcode.endswith('-done'):
         continue
       if opcode == 'while':
         body, condition, trips = self._loop(computation, instruction)
@@ -365,6 +365,8 @@ class _Program:
   def _moved(self, computation, instruction) -> int:
     """Returns the `bytes` of an operation's `Launch`."""
     operands = computation.operands(instruction)
+    if instruction.opcode.endswith('-start'):
+      return instruction.bytes  # Its type has the operands, then the results.
     if instruction.opcode != 'fusion':
       return instruction.bytes + sum(x.bytes for x in operands)
     fused = self._computations[instruction.computations('calls')[0]]

@@ -253,7 +253,9 @@ ENTRY %main (cache.2: f32[8,4], at.2: s32[]) -> f32[8,4] {
   %at.2 = s32[] parameter(1)
   %row.2 = f32[1,4]{1,0} fusion(%cache.2, %at.2), kind=kLoop, calls=%read_a_row
   %bits = f32[1,4]{1,0} bitcast(%row.2)
-  ROOT %whole = f32[8,4]{1,0} fusion(%cache.2, %bits, %at.2), kind=kLoop, calls=%add_a_row
+  %whole = f32[8,4]{1,0} fusion(%cache.2, %bits, %at.2), kind=kLoop, calls=%add_a_row
+  %begun = ((f32[8,4]{1,0}), f32[8,4]{1,0}) all-reduce-start(%whole), replica_groups={{0,1}}, to_apply=%sum
+  ROOT %reduced = f32[8,4]{1,0} all-reduce-done(%begun)
 }
 """
   row, number = 4 * 4, 4
@@ -261,4 +263,6 @@ ENTRY %main (cache.2: f32[8,4], at.2: s32[]) -> f32[8,4] {
     # A row is read and one is written.
     ('row.2', 2 * row + number, 1),
     ('whole', 2 * row + number, 1),
+    # All rows are, by one launch.
+    ('begun', 2 * 8 * row, 1),
   ]
