@@ -29,7 +29,8 @@ _DTYPE = flags.DEFINE_enum(
 
 
 def plain(x_BLD, kernel_DV, targets_BL, weights_BL):
-  logits_BLV = jnp.einsum('BLD,DV->BLV', x_BLD, kernel_DV)
+  # Products are in the dtype of x, as in `head_loss`.
+  logits_BLV = jnp.einsum('BLD,DV->BLV', x_BLD, kernel_DV.astype(x_BLD.dtype))
   return losses.next_token_loss(logits_BLV, targets_BL, weights_BL)
 
 

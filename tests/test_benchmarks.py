@@ -93,6 +93,26 @@ def test_runs_on_a_cpu(script):
   assert run(script, 'nosave', 'rounds=2', *CASES[script]).strip()
 
 
+def test_both_losses_of_the_head_multiply_in_one_dtype():
+  code = """
+import head_loss, jax.numpy as jnp
+from mod_jax import losses
+args = jnp.ones((1, 4, 8), 'bfloat16'), jnp.ones((8, 6))
+args += jnp.zeros((1, 4), int), jnp.ones((1, 4))
+for loss in head_loss.plain, losses.head_loss:
+  step = head_loss.compiled(loss, *args)
+  print(step.func.lower(*step.args).as_text())
+"""
+  told = subprocess.run(
+    [sys.executable, '-c', code],
+    **{'cwd': ROOT / 'benchmarks', 'capture_output': True, 'text': True},
+    check=True,
+  )
+  factors = re.findall(r'dot_general .* : \((.*)\) ->', told.stdout)
+  assert len(factors) == 2 * 3
+  assert all(len(re.findall('xbf16>', pair)) == 2 for pair in factors)
+
+
 def rows(out):
   """Returns the cells of the tables that a study prints."""
   return [x[2:].split(' | ') for x in out.splitlines() if x.startswith('| ')]
