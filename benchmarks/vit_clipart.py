@@ -47,7 +47,8 @@ def variant(name: str) -> ExperimentConfig:
 
 
 def main(_):
-  clipart.prepare(_STUDY.workdir('pictures'))
+  if not _STUDY.only_table:
+    clipart.prepare(_STUDY.workdir('pictures'))
   vit_methods.Methods(
     _STUDY, variant, 'Open Clip Art, by methods that skip work'
   ).run(_SEEDS.value)

@@ -211,12 +211,13 @@ class Methods:
 
   def run(self, seeds: Sequence[str]) -> None:
     """Trains all models, prints the table and draws the picture."""
-    configs = {
-      f'{name}/{seed}': self._config(name, seed)
-      for seed in seeds
-      for name in METHODS
-    }
-    self._study.train(configs, self._tell, self._train)
+    if not self._study.only_table:  # Else pictures need not be there.
+      configs = {
+        f'{name}/{seed}': self._config(name, seed)
+        for seed in seeds
+        for name in METHODS
+      }
+      self._study.train(configs, self._tell, self._train)
     found = self._study.results()
     print(study_tables.methods(found))
     viz.save(self._draw(found), self._study.path('.png'))

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -203,6 +204,9 @@ def test_clip_art_of_unequal_classes(tmp_path):
   args = *args[:-1], f'workdir={tmp_path / "methods"}', 'runs=^(dense|EViT .7)/'
   out = run('vit_clipart', f'data={tmp_path / "clipart"}', *args)
   assert [row[0] for row in rows(out)[2:]] == ['dense', 'EViT .7']
+  shutil.rmtree(tmp_path / 'methods/pictures')  # The table needs none.
+  again = run('vit_clipart', 'table', *args[:-1])
+  assert rows(again) == rows(out)
 
 
 def test_what_routed_blocks_recover(tmp_path):
