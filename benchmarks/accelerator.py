@@ -15,10 +15,11 @@ where it stopped: so the same command, killed and given again, continues. No
 part begins after `--minutes`, for machines that are lent for a short time. At
 the end of each stage its results, with device and versions, are gathered in
 `STAGE.json`: these files are what to send back. A part that fails is named at
-the end, and tried again by the next call. `--parts` runs those whose STAGE/PART
-matches a regular expression. `--python` compares with PyTorch, if that is
-another Python with torch, transformers and timm. `--tiny` runs everything at
-sizes that measure nothing, also on a CPU.
+the end, and tried again by the next call. Kernels that are too far from the
+reference are named too, and their results stay. `--parts` runs those whose
+STAGE/PART matches a regular expression. `--python` compares with PyTorch, if
+that is another Python with torch, transformers and timm. `--tiny` runs
+everything at sizes that measure nothing, also on a CPU.
 
 XLA's autotuning takes most of the time of the stages with models. Without it
 (`XLA_FLAGS='--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false'`)
@@ -184,7 +185,7 @@ def main(_):
   folder = pathlib.Path(_WORKDIR.value)
   folder.mkdir(parents=True, exist_ok=True)
   begun = time.monotonic()
-  missing, environment = [], {}
+  missing, wrong, environment = [], [], {}
 
   def late():
     minutes = (time.monotonic() - begun) / 60
@@ -203,6 +204,7 @@ def main(_):
       if output.exists() or wanted and run(command, output):
         found[name] = json.loads(output.read_text())
         environment = found[name]['environment']
+        wrong += found[name].get('wrong', [])
       else:
         missing.append(f'{stage}/{name}')
     if found:
@@ -219,11 +221,16 @@ def main(_):
       missing.append(f'isoflop/{variant}')
     else:
       gather(f'isoflop_{variant}', {'environment': environment, 'runs': rows})
+  told = []
+  if wrong:
+    told.append(f'too far from the reference: {", ".join(wrong)}.')
   if missing:
-    raise SystemExit(
+    told.append(
       f'not finished: {", ".join(missing)}. Their logs are in {folder}; the'
       ' same command goes on.'
     )
+  if told:
+    raise SystemExit(' '.join(told))
 
 
 if __name__ == '__main__':

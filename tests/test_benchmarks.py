@@ -319,6 +319,19 @@ def test_all_that_an_accelerator_is_asked(tmp_path):
     assert (path.stat().st_mtime_ns > before) == (path == again), path
 
 
+def test_an_accelerators_wrong_kernels_are_named(tmp_path):
+  path = tmp_path / 'kernels' / 'acm_mlp.json'
+  path.parent.mkdir()
+  told = {'environment': {}, 'wrong': ['acm_mlp triton float32']}
+  path.write_text(json.dumps(told))
+  args = 'accelerator', f'workdir={tmp_path}', 'parts=none'
+  done = subprocess.run(
+    command(*args), cwd=ROOT, capture_output=True, text=True
+  )
+  assert done.returncode == 1
+  assert 'reference: acm_mlp triton float32. not finished' in done.stderr
+
+
 @pytest.mark.parametrize('stage', ['training', 'decoding'])
 def test_an_accelerators_commands_are_accepted(stage):
   """Those of real sizes, of which nothing runs here."""
