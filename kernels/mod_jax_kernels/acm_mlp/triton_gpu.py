@@ -409,8 +409,9 @@ def _weights(
     left_TI = tl.load(left + at_TI, runs_T1 & (i_B < LEFT)[None, :], 0.0)
     right_TJ = tl.load(right + at_TJ, runs_T1 & (j_B < RIGHT)[None, :], 0.0)
     sum_IJ = tl.dot(tl.trans(left_TI), right_TJ, sum_IJ, input_precision='ieee')
+  of_program = (part * N + n).to(tl.int64) * (LEFT * RIGHT)
   tl.store(
-    dw + ((part * N + n) * LEFT + i_B[:, None]) * RIGHT + j_B[None, :],
+    dw + of_program + i_B[:, None] * RIGHT + j_B[None, :],
     sum_IJ,
     (i_B < LEFT)[:, None] & (j_B < RIGHT)[None, :],
   )
