@@ -59,8 +59,7 @@ def _real_words() -> str:
   speedups = [cell['speedup'] for cell in results['cells']]
   batches = [cell['batch'] for cell in results['cells']]
   llama_cpp = [
-    f'{cell["llama.cpp_F32"]["speedup"]:.2f} times as fast as mod_jax for'
-    f' {cell["batch"]}'
+    f'{cell["llama.cpp_F32"]["speedup"]:.2f} for {cell["batch"]}'
     for cell in results['cells']
     if cell['batch'] in (min(batches), max(batches))
   ]
@@ -68,8 +67,8 @@ def _real_words() -> str:
     f' A dense model from elsewhere, {results["model"]}, generates'
     f' {min(speedups):.2f} to {max(speedups):.2f} times as fast as by'
     f' `transformers`, for {min(batches)} to {max(batches)} sequences.'
-    f' llama.cpp, in float32 too, is {" and ".join(llama_cpp)}'
-    ' (`benchmarks/decode_real.py`).'
+    ' The speed of llama.cpp, in float32 too, divided by that of mod_jax, is'
+    f' {" and ".join(llama_cpp)} (`benchmarks/decode_real.py`).'
   )
 
 

@@ -300,8 +300,8 @@ def beside_timm():
   ]
   torch = step['torch']
   return (
-    "Over the time of timm's model, run eagerly, that of the dense DeiT-S is"
-    f' {", ".join(ratios)},'
+    "The time of the dense DeiT-S, divided by that of timm's model run eagerly,"
+    f' is {", ".join(ratios)},'
     f' and {torch["dense_over_torch"]:.2f} for a training step on'
     f' {step["settings"]["batch"]} images ({torch["about"]}).'
   )
