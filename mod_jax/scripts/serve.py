@@ -27,6 +27,10 @@ _PROGRAMS = '~/.cache/mod_jax/programs'
 def define_flags() -> None:
   flags.DEFINE_string('model', None, 'Directory of the model.', required=True)
   cli.define_dtype()
+  flags.DEFINE_string(
+    *('rule', None),
+    'Causal rule of a routed model; by default the first that was trained.',
+  )
   flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')
   flags.DEFINE_integer(
     *('port', 8000, 'Port to listen at; 0 for any.'),
@@ -98,6 +102,7 @@ def main(_) -> None:
     slots=args.slots,
     max_length=args.max_length,
     pictures=args.pictures,
+    mode=args.rule,
   )
   hosts = args.allowed_hosts
   if hosts is None:

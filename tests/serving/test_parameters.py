@@ -413,6 +413,15 @@ def test_an_empty_key_is_refused(flags, monkeypatch):
   command_line.assert_refused(command_line.call(serve.run), 'key is empty')
 
 
+def test_the_rule_is_chosen_by_name(folder, monkeypatch):
+  argv = ['mod-jax-serve', f'--model={folder}', '--rule=threshold']
+  monkeypatch.setattr('sys.argv', argv)
+  # The model was trained for the router's rule alone.
+  command_line.assert_refused(
+    command_line.call(serve.run), "rule='threshold' cannot generate"
+  )
+
+
 def test_a_server_tells_its_progress_and_drains(folder, tmp_path):
   log = tmp_path / 'log'
   environment = os.environ | {
