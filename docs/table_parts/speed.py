@@ -290,8 +290,7 @@ def vision_training():
   return markdown([title, *OVER_DENSE], over_dense(found['routed'], names))
 
 
-@table
-def beside_timm():
+def beside_timm() -> str:
   """How long dense ViTs take beside timm's, in a sentence."""
   step = measured('vit_train_step')
   ratios = [
