@@ -161,6 +161,10 @@ def with_malloc(tunables: str) -> None:
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
+# Of the matrix products of XLA and oneDNN, from the best, as Linux names them.
+_INSTRUCTIONS = ('amx_bf16', 'avx512_bf16', 'avx512f', 'avx2')
+
+
 def environment() -> dict[str, str]:
   """Returns device and versions, to be recorded with every result."""
   device = jax.devices()[0]
@@ -179,10 +183,14 @@ def environment() -> dict[str, str]:
 
 
 def _processor() -> str:
+  """Returns name, cores and instructions, which bfloat16's speed depends on."""
   path = pathlib.Path('/proc/cpuinfo')
   if path.exists():
-    lines = path.read_text().splitlines()
+    text = path.read_text()
+    lines = text.splitlines()
     names = [x.split(':')[1].strip() for x in lines if 'model name' in x]
     if names:
-      return f'{names[0]}, {len(names)} cores'
+      flags = set(text.split())
+      best = [x for x in _INSTRUCTIONS if x in flags][:1]
+      return ', '.join([names[0], f'{len(names)} cores', *best])
   return platform.processor()
