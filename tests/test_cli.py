@@ -268,5 +268,5 @@ def test_a_cpu_backend_keeps_freed_memory(started):
     text=True,
     env=os.environ | {'GLIBC_TUNABLES': ''},
   ).stdout
-  # 2^26 bytes are 2^14 small pages.
-  assert (int(out) < 100) == started
+  # 2^26 bytes are 2^14 small pages, or 32 large ones.
+  assert (int(out) < 20) == started
