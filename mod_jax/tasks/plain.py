@@ -382,8 +382,8 @@ def routing_losses(
   chooses. `config.router_loss` is the loss weight of the router; the predictor
   has loss weight 1, since its gradients reach no other parameters.
   `config.balance_loss` weighs the loss that pulls the fraction of tokens with a
-  score above 0 towards the capacity. `valid_BL` is False for padding; None
-  means that there is no padding.
+  score above 0 (with `per_sequence`, of sequences) towards the capacity.
+  `valid_BL` is False for padding; None means that there is no padding.
   """
   pairs, metric_sums = [], {}
   # Scores that are attention, or that ignore the tokens, come from no router.
@@ -407,12 +407,15 @@ def routing_losses(
       layer_sums = {f'{rule}/{name}': pair for name, pair in layer_sums.items()}
       metric_sums = sums.add(metric_sums, layer_sums)
     if config.balance_loss:
-      balance, count = losses.path_balance(
-        routed.score_BL, routed.capacity, valid_BL
-      )
+      score_BL, chosen_BL, real_BL = routed.score_BL, routed.chosen_BL, valid_BL
+      if config.per_sequence:  # One choice each, however long a sequence is.
+        score_BL, chosen_BL = score_BL[:, :1], chosen_BL.any(axis=-1)
+        if valid_BL is not None:
+          real_BL = valid_BL.any(axis=-1, keepdims=True)
+      balance, count = losses.path_balance(score_BL, routed.capacity, real_BL)
       pairs.append((config.balance_loss * balance / len(layers), count))
       dropped = routed.overflow_B.sum()
-      chosen = routed.chosen_BL.sum()
+      chosen = chosen_BL.sum()
       layer_sums = {
         'router/balance': (balance, count),
         'router/wanted': (chosen + dropped, count),

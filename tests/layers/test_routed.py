@@ -430,6 +430,18 @@ class TestPerSequence:
     assert inside == 0 < outside
     assert products(module(self.CONFIG)) == (outside, 0)
 
+  def test_the_balance_is_of_sequences_however_long_they_are(self):
+    valid_BL = PADDED.valid_BL.at[1].set(False)
+    _, told = run(self.CONFIG, info=PADDED.replace(valid_BL=valid_BL))
+    ((total, count),), found = plain.routing_losses(
+      self.CONFIG, [told], valid_BL
+    )
+    real_BL = told.score_BL[::2, :1]
+    expected, _ = losses.path_balance(real_BL, CAPACITY)
+    assert count == 2
+    np.testing.assert_allclose(total, 0.1 * expected, rtol=1e-5)
+    assert found['router/wanted'] == ((real_BL > 0).sum(), 2)
+
   def test_a_row_of_padding_spoils_no_gradient(self):
     info = PADDED.replace(valid_BL=PADDED.valid_BL.at[1].set(False))
     train = module(self.CONFIG).clone(mode=Mode(train=True))
