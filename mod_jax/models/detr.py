@@ -299,14 +299,18 @@ class DETR(nn.Module):
     self.decoder = Stack(config.decoder, self.mode)
     self.norm = dense.layer_norm(config.norm_epsilon, config.dtype, None)
 
-    def linear(features, axis='embed'):
+    def linear(features, axis, out_dtype=None):
       return dense.Linear(
-        (features,), ('embed', axis), bias=True, dtype=config.dtype
+        (features,),
+        ('embed', axis),
+        bias=True,
+        dtype=config.dtype,
+        out_dtype=out_dtype,
       )
 
-    self.classes = linear(config.num_classes + 1, 'replicated')
+    self.classes = linear(config.num_classes + 1, 'replicated', 'float32')
     self.box = [linear(config.width, 'mlp') for _ in range(_BOX_LAYERS - 1)] + [
-      linear(4, 'replicated')
+      linear(4, 'replicated', 'float32')
     ]
 
   def __call__(
@@ -374,8 +378,7 @@ class DETR(nn.Module):
     y = x
     for layer in self.box[:-1]:
       y = nn.relu(layer(y))
-    boxes = nn.sigmoid(self.box[-1](y).astype(jnp.float32))
-    return self.classes(x).astype(jnp.float32), boxes
+    return self.classes(x), nn.sigmoid(self.box[-1](y))
 
 
 def valid_tokens(

@@ -182,6 +182,14 @@ def test_earlier_layers_share_the_heads_in_training():
   assert ran(TINY)[1].earlier is None
 
 
+def test_bfloat16_does_not_round_what_is_found():
+  _, output = ran(dataclasses.replace(TINY, dtype='bfloat16'))
+  box_logits_BQ4 = jax.scipy.special.logit(output.boxes_BQ4)
+  for logits in (output.logits_BQV, box_logits_BQ4):
+    rounded = logits.astype(jnp.bfloat16).astype(jnp.float32)
+    assert (jnp.abs(logits - rounded) > 2e-4 * jnp.abs(logits)).mean() > 0.5
+
+
 def test_tokens_tell_their_place_where_that_is_asked_for():
   """Of a picture that is everywhere alike, the encoder's tokens are, too."""
   alike = jnp.ones((1, 3, 4, 16))
