@@ -263,12 +263,13 @@ class PredictionHead(nn.Module):
     """
     width = x_BND.shape[-1]
 
-    def linear(i, x):
+    def linear(i, x, out_dtype=None):
       return dense.Linear(
         self.sizes(width)[i][1:],
         ('replicated', 'replicated'),
         bias=True,
         dtype=self.dtype,
+        out_dtype=out_dtype,
         name=f'linear_{i}',
       )(x)
 
@@ -286,8 +287,8 @@ class PredictionHead(nn.Module):
     )
     x_BND = nn.gelu(linear(1, x_BND), approximate=False)
     x_BND = nn.gelu(linear(2, x_BND), approximate=False)
-    logit_BN2 = linear(3, x_BND).astype(jnp.float32)
-    return jax.nn.log_softmax(logit_BN2, axis=-1)
+    # Without rounding to bfloat16: many patches would tie.
+    return jax.nn.log_softmax(linear(3, x_BND, 'float32'), axis=-1)
 
 
 class DynamicViT(nn.Module):

@@ -133,6 +133,15 @@ class TestPruned:
         assert p_N[keep_N].min() > p_N[before_N & ~keep_N].max()
       before_BN = np.asarray(keep_BN)
 
+  def test_patches_of_different_odds_do_not_tie_in_bfloat16(self):
+    head = dynamic_vit.PredictionHead(dtype='bfloat16')
+    x_BND = jax.random.normal(jax.random.key(0), (1, 2000, 32))
+    log_BN2, _ = jax.jit(head.init_with_output)(
+      jax.random.key(1), x_BND, jnp.ones(x_BND.shape[:2])
+    )
+    odds_N = log_BN2[0, :, 0] - log_BN2[0, :, 1]
+    assert len(np.unique(odds_N)) > 1800
+
   def test_the_class_attention_of_the_block_before(self):
     output, sown = tiny.apply(
       DISTILLED, init(DISTILLED), IMAGES, mutable='intermediates'
