@@ -80,6 +80,14 @@ class ExpertsConfig:
       ' compute_share=None',
       *('compute_share', 'num_nulls'),
     )
+    # A token chooses a no-op once at most, so no more can skip an expert.
+    nulls = math.ceil(round((1 - self.share) * self.per_token, 9))
+    check(
+      self.num_nulls >= nulls,
+      f'num_nulls of at least {nulls}, (1 - compute_share) · per_token, since a'
+      ' token chooses each no-op only once',
+      *('compute_share', 'per_token', 'num_nulls'),
+    )
     if self.choice == 'expert':
       check(
         self.per_token == 1,

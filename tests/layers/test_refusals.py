@@ -76,6 +76,10 @@ TABLE = [
   # Experts.
   (lambda: experts(per_token=3), 'per_token=3, num_experts=2'),
   (lambda: experts(compute_share=0.5), 'compute_share=0.5, num_nulls=0'),
+  (
+    lambda: experts(per_token=2, num_nulls=1, compute_share=0.25),
+    *('per_token=2, num_nulls=1', 'num_nulls of at least 2'),
+  ),
   (lambda: experts(choice='expert', per_token=2), 'per_token=2', "'expert'"),
   (lambda: experts(threshold_decay=0.9), 'threshold_decay=0.9', "'token'"),
   (
