@@ -321,12 +321,13 @@ class _ChannelNorm(nn.Module):
     )
     mean_BK = window_BKL.mean(axis=-1)
     window_BKL -= mean_BK[..., None]
-    covariance_BKJ = jnp.einsum('BKL,BJL->BKJ', window_BKL, window_BKL) / length
-    variance_BC = jnp.einsum(
-      'BKJ,KC,JC->BC', covariance_BKJ, kernel_KC, kernel_KC
-    )
+    # Multiply in full precision: neighbouring samples are nearly equal, so the
+    # variance of a high-pass channel is a small difference of large terms.
+    product = functools.partial(jnp.einsum, precision='highest')
+    covariance_BKJ = product('BKL,BJL->BKJ', window_BKL, window_BKL) / length
+    variance_BC = product('BKJ,KC,JC->BC', covariance_BKJ, *(kernel_KC,) * 2)
     factor_BC = scale_C * jax.lax.rsqrt(variance_BC + self.epsilon)
-    shift_BC = bias_C - mean_BK @ kernel_KC * factor_BC
+    shift_BC = bias_C - product('BK,KC->BC', mean_BK, kernel_KC) * factor_BC
     y_BLC = x_BLC * factor_BC[:, None] + shift_BC[:, None]
     return y_BLC.astype(x_BLC.dtype)
 

@@ -86,6 +86,21 @@ def test_a_head_for_another_vocabulary_is_new():
   )
 
 
+def test_moments_of_the_waveform_are_products_in_full_precision(equations):
+  """Accelerators would round the factors of terms that nearly cancel."""
+  norm = wav2vec2._ChannelNorm(1e-5)
+  arrays = jnp.ones((1, 5, 2)), jnp.ones((1, 30)), jnp.ones((10, 2))
+  jaxpr = jax.make_jaxpr(
+    lambda *args: norm.init_with_output(jax.random.key(0), *args, 5)
+  )(*arrays)
+  products = {
+    e.params['precision']
+    for e in equations(jaxpr.jaxpr)
+    if e.primitive.name == 'dot_general'
+  }
+  assert products == {(jax.lax.Precision.HIGHEST,) * 2}
+
+
 def test_frames_are_those_of_the_published_formula():
   config = wav2vec2.base()
   samples = np.arange(400, 4000)
