@@ -60,9 +60,10 @@ class RoutingConfig:
   # Kinds of token, of `token_info.KINDS`, among which a block chooses; None =
   # all tokens. Capacity is the fraction of these kinds that is chosen. Tokens
   # of other kinds, such as those that a model generates, always enter, with
-  # weight 1. The choice is by top-k, whatever the routing rule: all tokens of
-  # these kinds are in the prompt, so top-k needs no later token. Only tokens of
-  # text with pictures (`VLMConfig`) have kinds.
+  # weight 1. The choice is by top-k, whatever the routing rule: in generation
+  # all tokens of these kinds are in the prompt. In training with several
+  # questions in a row, the choice also depends on the later ones. Only tokens
+  # of text with pictures (`VLMConfig`) have kinds.
   kinds: tuple[Literal['image', 'text', 'question'], ...] | None = None
   # Standard deviation of the learned router's initial weights; at 0 all tokens
   # start with the same score.

@@ -223,7 +223,7 @@ class LastAttention(Attention):
 
   All routed blocks choose by the attention in the block before the first routed
   one. They must choose among image tokens only, which precede the prompt's last
-  token, hence the choice does not depend on the answer.
+  token, hence the choice does not depend on the last answer.
   """
 
   attention = 'last'
