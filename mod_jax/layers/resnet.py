@@ -89,7 +89,8 @@ class FrozenNorm(nn.Module):
     )
     factor_C = scale_C * jax.lax.rsqrt(var_C + self.epsilon)
     shift_C = bias_C - mean_C * factor_C
-    return x_BHWC * factor_C.astype(self.dtype) + shift_C.astype(self.dtype)
+    # Round only the result: the two terms may be large and nearly cancel.
+    return (x_BHWC * factor_C + shift_C).astype(self.dtype)
 
 
 class ResNet(nn.Module):

@@ -1,13 +1,15 @@
-"""LV-ViT's stem against convolutions written out in numpy."""
+"""LV-ViT's stem against convolutions in numpy; the frozen norms of a ResNet."""
 
 import dataclasses
 
 from flax import linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
+from mod_jax.layers.resnet import FrozenNorm
 from mod_jax.layers.stem import ConvStem, ConvStemConfig
 
 CONFIG = ConvStemConfig(width=4, depth=3)
@@ -82,3 +84,17 @@ def test_flops_of_an_oblong_picture():
   assert twice.stride == 4
   products = 6 * 10 * 7 * 7 * 3 * 4 + 2 * 3 * 5 * 3 * 3 * 4 * 4
   assert twice.flops(12, 20) == 2 * products
+
+
+def test_a_frozen_norm_in_bfloat16_rounds_only_its_result():
+  """Channels with means far from 0 leave little of two large terms."""
+  x_BHWC = 10 + X_BHWC.astype('bfloat16')
+  norm = FrozenNorm(dtype='bfloat16')
+  moments = {'scale': 1.1, 'bias': 0.3, 'mean': 10.0, 'var': 0.7}
+  of_channels = {name: jnp.float32([x] * 3) for name, x in moments.items()}
+  y_BHWC = norm.apply({'batch_stats': of_channels}, x_BHWC)
+  assert y_BHWC.dtype == jnp.bfloat16
+  expected = (np.float64(x_BHWC) - 10) / np.sqrt(0.7 + 1e-5) * 1.1 + 0.3
+  np.testing.assert_allclose(
+    np.float64(y_BHWC), expected, rtol=2.0**-8, atol=1e-5
+  )
