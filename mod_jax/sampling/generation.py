@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import functools
+import numbers
 
 import flax.struct
 import jax
@@ -17,6 +18,9 @@ from mod_jax.sampling import logits as logits_lib
 from mod_jax.sampling import speculation
 from mod_jax.sampling.speculation import Draft
 from mod_jax_kernels.attention import choice
+
+# Places in a cache are int32, and new tokens are padded to a power of two.
+_MOST_TOKENS = 1_000_000_000
 
 
 @flax.struct.dataclass
@@ -196,7 +200,7 @@ def generate(
 
 def bucket(count: int, least: int = 8) -> int:
   """Returns the power of two, at least `least`, to which a length is padded."""
-  return max(least, 1 << (count - 1).bit_length())
+  return max(least, 1 << (int(count) - 1).bit_length())
 
 
 @flax.struct.dataclass
@@ -233,7 +237,12 @@ class _Options:
 
 
 def _check(config, mode, valid_BP, prefill, max_new_tokens, end_tokens):
-  require(max_new_tokens >= 1, '1 or more', max_new_tokens=max_new_tokens)
+  require(
+    isinstance(max_new_tokens, numbers.Integral)
+    and 1 <= max_new_tokens <= _MOST_TOKENS,
+    f'a whole number from 1 to {_MOST_TOKENS:,}',
+    max_new_tokens=max_new_tokens,
+  )
   require(
     prefill in ('causal', 'top_k'), "'causal' or 'top_k'", prefill=prefill
   )
@@ -267,8 +276,9 @@ def _check_room(
     expected = f', where each takes {kept} places for pictures beside its text'
   longest = kept + int(counted_BP.sum(axis=-1).max())
   require(
-    longest + max_new_tokens <= max_length,
-    f'prompt + max_new_tokens <= max_length, the size of the cache{expected}',
+    longest + max_new_tokens <= max_length <= _MOST_TOKENS,
+    'prompt + max_new_tokens <= max_length, the size of the cache, and'
+    f' max_length <= {_MOST_TOKENS:,}{expected}',
     prompt=longest,
     max_new_tokens=max_new_tokens,
     max_length=max_length,
