@@ -57,22 +57,30 @@ def absolute(path) -> epath.Path:
   return path if is_remote(path) else path.absolute()
 
 
-def missing(path, field='') -> UserError:
-  """Returns the error for a missing path, which a config's `field` may name."""
+def missing(path, field='', *, on_hub=False) -> UserError:
+  """Returns the error for a missing path.
+
+  Args:
+    path: the path.
+    field: the config's field that names it, if there is one.
+    on_hub: whether it is that of a model, which the Hugging Face Hub may have.
+  """
   name, folder = os.fspath(path), expand(path)
   parent_exists = folder.parent.is_dir()
   siblings = folder.parent.iterdir() if parent_exists else ()
   if near := config_lib.nearest(folder, siblings, os.path.basename):
-    way_out = near
+    way_out = f'.{near}'
+  elif not on_hub:
+    way_out = ': give the path of one that is.'
   else:
-    on_hub = _HUB.fullmatch(name) and not parent_exists
-    hub = name if on_hub else 'OWNER/NAME'
+    named = _HUB.fullmatch(name) and not parent_exists
+    hub = name if named else 'OWNER/NAME'
     local = hub.rpartition('/')[2]
     use = f'`--config.{field}={local}`' if field else f'give {local!r}'
-    way_out = f' Try `hf download {hub} --local-dir {local}`, then {use}.'
+    way_out = f'. Try `hf download {hub} --local-dir {local}`, then {use}.'
   where = f'{field}={name}' if field else name
   return UserError(
-    f'{where}: no such file or folder here, and nothing is downloaded.{way_out}'
+    f'{where}: no such file or folder here, and nothing is downloaded{way_out}'
   )
 
 

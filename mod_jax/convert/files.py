@@ -64,7 +64,7 @@ def find(path: str | os.PathLike) -> pathlib.Path:
       f' {" or ".join(SUFFIXES)}.'
     )
   if not path.is_file():
-    raise paths.missing(path)
+    raise paths.missing(path, on_hub=True)
   if path.suffix not in _PYTORCH:
     check_suffix(path)
   return path

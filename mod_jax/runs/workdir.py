@@ -42,7 +42,7 @@ def find(init: str) -> epath.Path:
   """Returns the path `config.init`; raises UserError if it cannot be read."""
   path = expand(init)
   if not path.exists():
-    raise paths.missing(init, 'init')
+    raise paths.missing(init, 'init', on_hub=True)
   if paths.is_remote(path) and not holds_run(path):
     raise UserError(
       f'init={init} is not the workdir of a run, and files of weights are'

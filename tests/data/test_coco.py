@@ -201,6 +201,8 @@ def test_is_refused_in_one_sentence(tmp_path, data, words):
 def test_what_does_not_fit_is_named(tmp_path):
   with pytest.raises(UserError, match='instances_val'):
     coco.Coco(write(tmp_path), 'val')
+  with pytest.raises(UserError, match=r'no/annot.* downloaded: give the path'):
+    coco.Coco(tmp_path / 'no', 'val')
   crowded = detection.DetectionDataConfig(
     **{'source': 'coco', 'path': str(tmp_path), 'train_split': 'train'}, most=1
   )
