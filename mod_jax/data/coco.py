@@ -198,8 +198,11 @@ class Coco:
       )
     try:
       box_4 = np.array(row.get('bbox'), np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
       box_4 = np.zeros(0)
     if box_4.shape != (4,) or not np.isfinite(box_4).all():
       raise self._fault(f'annotations[{place}] has bbox={row.get("bbox")!r}')
-    return image, label, box_4, bool(row.get('iscrowd'))
+    crowd = row.get('iscrowd') or 0
+    if crowd not in (0, 1):  # Such as '0', which is true.
+      raise self._fault(f'annotations[{place}] has iscrowd={crowd!r}')
+    return image, label, box_4, bool(crowd)

@@ -188,6 +188,8 @@ REFUSED = [
   (changed(('categories', 0, 'id'), 10**9), 'ids from 0 to 10,000'),
   (changed(('annotations', 0, 'category_id'), 4), 'category_id=4, which no'),
   (changed(BOX, [1, 2, 3]), r'annotations\[0\] has bbox=\[1, 2, 3\]'),
+  (changed(BOX, [1, 2, 10**400, 4]), r'annotations\[0\] has bbox=\[1, 2, 10'),
+  (changed(('annotations', 0, 'iscrowd'), '0'), r"\[0\] has iscrowd='0'"),
   (changed(BOX, [1, 2, float('inf'), 4]), r'annotations\[0\] has bbox'),
 ]
 
