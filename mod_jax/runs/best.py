@@ -7,7 +7,7 @@ is complete, so the checkpoint of that step can be read at any time.
 from typing import Literal
 
 from mod_jax import paths
-from mod_jax.errors import UserError
+from mod_jax.errors import UserError, require
 from mod_jax.runs import metrics, workdir
 
 Step = int | Literal['best'] | None  # None is the newest.
@@ -23,6 +23,8 @@ def write(directory, step: int, metric: str, value: float) -> None:
 def resolve(directory, step: Step) -> int | None:
   """Returns `step` or, if it is 'best', the step that `best.json` names."""
   if step != 'best':
+    is_text = isinstance(step, str)
+    require(not is_text, "a number of steps, or 'best'", step=step)
     return step
   best = paths.read_object(workdir.expand(directory) / _FILE).get('step')
   if not isinstance(best, int):

@@ -81,6 +81,8 @@ def test_without_a_metric_there_is_no_best(tmp_path):
   assert steps_on_disk(tmp_path) == [9, 12]
   with pytest.raises(UserError, match='names no best checkpoint'):
     tiny_task.load(tmp_path, step='best')
+  with pytest.raises(UserError, match="step='9': expected a number"):
+    tiny_task.load(tmp_path, step='9')
 
 
 def test_the_last_evaluation_may_be_the_best(tmp_path):
