@@ -441,6 +441,7 @@ class Run:
       UserError: `data` is None and the model was not trained by mod_jax; or the
         data cannot be read or do not fit the model.
     """
+    require(batches >= 0, '0, for all held-out data, or more', batches=batches)
     on = self._placed('evaluate', data)
     with jax.set_mesh(on.mesh):
       return evaluation.held_out(

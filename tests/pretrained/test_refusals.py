@@ -93,6 +93,7 @@ REFUSED = {
   'not a PosixPath … run.encode': lambda path: language().apply([path]),
   'say on which': lambda _: vit().evaluate(),
   'not from a run of ours … TextData': lambda _: language().evaluate(),
+  'batches=-1 … 0, for all': lambda _: language().evaluate(batches=-1),
   # Formats.
   "unknown format 'onnx'": lambda path: export(path, 'onnx'),
   'file … cannot be written': export_over_a_file,
