@@ -444,6 +444,12 @@ class Layer(nn.Module):
       score_BL = shared.apply({'params': router}, x_BLD)
     else:
       score_BL = config.scorer.run(self, x_BLD, info, capacity, attention_BL)
+      # Users may add scores. One of [batch, 1] would choose a single token.
+      require(
+        score_BL.shape == (batch, length),
+        f'[batch, length] = {(batch, length)}, a number for each token',
+        **{f'{type(config.scorer).__name__}.run(…).shape': score_BL.shape},
+      )
     if config.per_sequence:
       score_BL = _mean_of_row(score_BL, info.valid_BL)
     predictor_BL = None

@@ -12,7 +12,7 @@ from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routed import Layer, LayerConfig
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.layers.scores import Attention, Learned
+from mod_jax.layers.scores import Attention, Learned, Stride
 from mod_jax.layers.token_info import TokenInfo
 
 MLP = MLPConfig(width=8, hidden=4)
@@ -44,6 +44,13 @@ def experts(**fields):
   return ExpertMLP(ExpertMLPConfig(mlp=MLP, experts=config))
 
 
+class OfRow(Stride):
+  """A score that a user got wrong: one of a row, and not of each token."""
+
+  def run(self, module, x_BLD, info, capacity, attention_BL):
+    return x_BLD[:, :1, 0]
+
+
 SHIFTED = {'capacity_schedule': 'shifted_cosine'}
 BY_THRESHOLD = Mode(routing=RoutingMode(rule='threshold'))
 UNROUTED = MoDConfig(**SHIFTED, layers=(0, 1))
@@ -72,6 +79,10 @@ TABLE = [
   (
     lambda: run(routed(threshold_decay=0.9), BY_THRESHOLD),
     *("rule='threshold'", "'moving' collection"),
+  ),
+  (
+    lambda: run(routed(score=OfRow(), router_loss=0.0)),
+    *('OfRow.run(…).shape=(1, 1)', '[batch, length] = (1, 4)'),
   ),
   # Experts.
   (lambda: experts(per_token=3), 'per_token=3, num_experts=2'),
