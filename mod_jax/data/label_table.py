@@ -130,7 +130,10 @@ def _columns(file: str) -> tuple[list[int], list[str], dict[str, list[str]]]:
   header, lines, rows = [x.strip() for x in rows[0]], lines[1:], rows[1:]
   problem = None
   if not {*header[1:]} - {_SPLIT} or not rows:
-    problem = 'expected a header, `file` and labels, and a row per picture'
+    problem = (
+      'expected a header, `file` and labels, and a row per picture, with commas'
+      ' between the columns'
+    )
   elif len(set(header)) < len(header):
     problem = f'expected each title once, and there are {", ".join(header)}'
   if problem:

@@ -153,6 +153,7 @@ def test_balanced_draws_of_labels(folder):
   ('text', 'said'),
   [
     ('file,tags\n', 'line 1: expected a header'),
+    ('file;tags\na.png;cat\n', 'row per picture, with commas between'),
     ('file,cat,cat\na.png,1,0\n', 'line 1: expected each title once'),
     ('file,cat\na.png,1\nb.png,0\n', "two labels or more, and there is ('0'"),
     ('file,tags\n\na.png,cat,dog', 'line 3: 3 cells, where the header has 2'),
