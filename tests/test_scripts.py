@@ -165,6 +165,7 @@ class TestEval:
       (['--step=3'], r'no checkpoint at step 3 .*\[2, 4\]'),
       (['--step=best'], 'names no best checkpoint'),
       (['--batches=-1'], '--batches=-1: .*non-negative'),
+      (['--seed=4294967296'], r'--seed=4294967296: .*\[0, 4294967295\]'),
       (
         ['--sample=0123456789', '--max_new_tokens=5', '--max_length=14'],
         'prompt=10, max_new_tokens=5, max_length=14',

@@ -104,7 +104,9 @@ def define_flags() -> None:
   flags.DEFINE_float('temperature', 0.7, '0 for the likeliest.')
   flags.DEFINE_integer('top_k', 0, 'Draw among so many; 0 for all.')
   flags.DEFINE_float('top_p', 0.95, 'Nucleus to draw from.')
-  flags.DEFINE_integer('seed', 0, 'Of the samples.')
+  flags.DEFINE_integer(
+    'seed', 0, 'Of the samples.', lower_bound=0, upper_bound=2**32 - 1
+  )
   flags.DEFINE_string(
     'rule', None, 'Causal rule to sample under; by default the first trained.'
   )
