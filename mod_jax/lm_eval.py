@@ -34,7 +34,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
 
   Args:
     run: the model, with its weights and tokenizer.
-    rule: the causal rule of routing; None takes the first that was trained.
+    rule: the causal rule of routing; None takes the default of generation.
     batch_size: number of texts that are scored, or continued, at a time.
     max_length: most tokens of a text; None takes the run's `default_length`.
   """
@@ -215,7 +215,7 @@ def define_flags() -> None:
     ' published model.',
   )
   flags.DEFINE_string(
-    'rule', None, 'Causal rule; by default the first that was trained.'
+    'rule', None, 'Causal rule of a routed model, of those trained for.'
   )
   flags.DEFINE_string('out', None, 'File for the results, in JSON.')
 

@@ -314,17 +314,19 @@ class MoDConfig(RoutingConfig):
   def causal_rules(self) -> tuple[str, ...]:
     """Names of the causal rules that this config's training makes usable.
 
-    `router`: score above 0, as trained by the auxiliary or the balance loss;
-    `predictor`: the predictor's logit above 0; `threshold`: score at least the
-    moving average of the k-th best; `fixed`: for scores that ignore the tokens.
-    The rule that chose tokens in training, if any, comes first.
+    `threshold`: score at least the moving average of the k-th best; `router`:
+    score above 0, as trained by the auxiliary or the balance loss; `predictor`:
+    the predictor's logit above 0; `fixed`: for scores that ignore the tokens.
+    The first is the default of generation. It is the rule that chose tokens in
+    training, if any; otherwise the first that is trained in the order above, in
+    which `threshold` lost least in our runs (docs/methods/mod.md).
     """
     if self.per_sequence or self.kinds is not None:
       return ()
     trained = {
+      'threshold': self.threshold_decay > 0,
       'router': self.router_loss > 0 or self.balance_loss > 0,
       'predictor': self.predictor_width > 0,
-      'threshold': self.threshold_decay > 0,
     }
     if not self.scorer.gates:
       trained = {'fixed': True}

@@ -212,8 +212,8 @@ class Run:
       min_p: sampling: takes a token whose probability is at least this share of
         the likeliest token's; 0, the default, means all tokens.
       mode: name of the rule by which routed blocks choose tokens, such as
-        `threshold`, or a `RoutingMode`; by default the first causal rule that
-        the model was trained for.
+        `threshold`, or a `RoutingMode`; by default the first of the config's
+        `causal_rules`.
       max_length: number of tokens, prompt included, that the caches hold.
       draft: speculative decoding: proposes tokens, which the model verifies.
       key: random key, for a temperature above 0.

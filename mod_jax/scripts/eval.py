@@ -108,7 +108,7 @@ def define_flags() -> None:
     'seed', 0, 'Of the samples.', lower_bound=0, upper_bound=2**32 - 1
   )
   flags.DEFINE_string(
-    'rule', None, 'Causal rule to sample under; by default the first trained.'
+    'rule', None, 'Causal rule to sample under, of those trained for.'
   )
   flags.DEFINE_enum(
     'overflow', 'exact', ['exact', 'drop'], 'Room in the routed caches.'

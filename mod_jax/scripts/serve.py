@@ -29,7 +29,7 @@ def define_flags() -> None:
   cli.define_dtype()
   flags.DEFINE_string(
     *('rule', None),
-    'Causal rule of a routed model; by default the first that was trained.',
+    'Causal rule of a routed model, of those that it was trained for.',
   )
   flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')
   flags.DEFINE_integer(

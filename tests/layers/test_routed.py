@@ -465,7 +465,7 @@ class TestConfigs:
       ({'router_loss': 0.0}, ()),
       ({}, ('router',)),
       ({'predictor_width': 3, 'router_loss': 0.0}, ('predictor',)),
-      ({'threshold_decay': 0.9}, ('router', 'threshold')),
+      ({'threshold_decay': 0.9}, ('threshold', 'router')),
       ({'score': 'stride', 'predictor_width': 3}, ('fixed',)),
       ({'score': 'gaussian'}, ('fixed',)),
       # The one that training chooses by comes first: a model generates by it.

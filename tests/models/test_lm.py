@@ -173,7 +173,7 @@ class TestDecoding:
 
   def test_one_token_cannot_be_chosen_by_top_k(self):
     cache = LMCache.empty(CONFIG, B, L, RoutingMode())
-    with pytest.raises(errors.UserError, match='top_k.*one of router, '):
+    with pytest.raises(errors.UserError, match='top_k.*one of threshold, '):
       LanguageModel(CONFIG).apply(VARIABLES, TOKENS_BL[:, :1], cache=cache)
 
 

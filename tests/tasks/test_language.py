@@ -301,9 +301,9 @@ class TestSample:
     prompts = ['a', 'longer prompt']
     texts = sample(prompts)
     # Alone, the same: the padding of the shorter one does not matter. Both are
-    # by the first trained rule, unless another is asked for.
-    assert [sample([p], mode='router')[0] for p in prompts] == texts
-    assert len(sample(prompts, mode=RoutingMode(rule='threshold'))) == 2
+    # by moving thresholds, unless another rule is asked for.
+    assert [sample([p], mode='threshold')[0] for p in prompts] == texts
+    assert len(sample(prompts, mode=RoutingMode(rule='router'))) == 2
 
   def test_dense_at_the_end_of_a_run(self, make):
     task, params, model_state = make(None)
