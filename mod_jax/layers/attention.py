@@ -140,7 +140,7 @@ class BlockOutput:
     update_BLD: what the caller adds to the residual stream.
     cache: the cache with the tokens added; None if the module was given none.
     aux: further results by kind. `attention`, if requested, is float32
-      score_BL, the attention that each token received; each row sums to 1.
+      attention_BL: what each token received; each row sums to 1.
       `source_attention` is the same for the tokens of a source. `merged_into`
       is `Reduced.place_BL`, from a block that reduces tokens. Module slots add
       other kinds, as dictionaries by slot name.

@@ -42,8 +42,8 @@ class Reduction(config_lib.Validated, abc.ABC):
 
   Attributes:
     evidence: what `run` receives from the block's attention. `keys`: float32
-      key_BLC, averaged over heads; `attention`: float32 score_BL, the class
-      token's attention averaged over heads.
+      key_BLC, averaged over heads; `attention`: float32 attention_BL, the
+      class token's attention averaged over heads.
   """
 
   evidence: ClassVar[Literal['keys', 'attention']]

@@ -198,7 +198,7 @@ class SourceChoice(nn.Module):
   def __call__(self, source: Source) -> tuple[Source, Routing]:
     config, info = self.config, source.info
     score_BS = config.scorer.run(
-      self, source.x_BSD, info, self.capacity, source.score_BS
+      self, source.x_BSD, info, self.capacity, source.attention_BS
     )
     selection = _best(score_BS, self.capacity, info.valid_BL)
     weight_BS = routing.gate(config.gate_kind, score_BS, config.gate_alpha)
@@ -269,13 +269,13 @@ class Layer(nn.Module):
     x_BLD: jax.Array,
     info: TokenInfo,
     cache: KVCache | None = None,
-    score_BL: jax.Array | None = None,
+    attention_BL: jax.Array | None = None,
     router: dict[str, jax.Array] | None = None,
   ) -> LayerOutput:
     """Returns the features after the layer, the cache and the aux.
 
-    `cache` holds the earlier tokens; None for whole sequences. `score_BL` is
-    the attention that the tokens received in the previous block, for scores
+    `cache` holds the earlier tokens; None for whole sequences. `attention_BL`
+    is the attention that the tokens received in the previous block, for scores
     that need it. `router` holds the parameters of the router that all routed
     layers share; None if each layer has its own router.
     """
@@ -307,7 +307,7 @@ class Layer(nn.Module):
       x_BLD = x_BLD + output.update_BLD
       return LayerOutput(x_BLD, output.cache, output.aux | source_aux, info)
 
-    given = (score_BL, router)
+    given = (attention_BL, router)
     if part == 'block':
       output = self._route(block, x_BLD, info, cache, *given)
       return output.replace(aux=output.aux | source_aux)

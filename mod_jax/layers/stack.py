@@ -301,13 +301,13 @@ class Group(nn.Module):
     layer: int,
     x_BLD: jax.Array,
     info: TokenInfo,
-    score_BL: jax.Array | None = None,
+    attention_BL: jax.Array | None = None,
     cache: KVCache | None = None,
     router: dict[str, jax.Array] | None = None,
   ) -> LayerOutput:
     """Runs the layer of index `layer`; for the arguments see `Layer`."""
     run = _run if cache is None else _run_alike
-    output = run(self.block[layer], x_BLD, info, cache, score_BL, router)
+    output = run(self.block[layer], x_BLD, info, cache, attention_BL, router)
     return output.replace(
       x_BLD=parallel.constrain(output.x_BLD, 'batch', 'length', 'act_embed')
     )
@@ -328,8 +328,9 @@ class Group(nn.Module):
       info = info if output.info is None else output.info
       aux = output.aux
       if info.source is not None:
-        score_BS = aux.get('source_attention')
-        info = info.replace(source=info.source.replace(score_BS=score_BS))
+        attention_BS = aux.get('source_attention')
+        source = info.source.replace(attention_BS=attention_BS)
+        info = info.replace(source=source)
       if self.mode.train and self.layers[i].tells_features:
         aux = aux | {'features': x_BLD}
       auxes.append(aux)

@@ -23,14 +23,14 @@ class Source:
     valid_BS: False for padding; None if every token is real.
     place_BSD: position embedding for keys but not values; see
       `TokenInfo.place_BLD`.
-    score_BS: attention that each token received from the previous layer; None
-      if no layer needs it.
+    attention_BS: attention that each token received from the previous layer;
+      None if no layer needs it.
   """
 
   x_BSD: jax.Array
   valid_BS: jax.Array | None = None
   place_BSD: jax.Array | None = None
-  score_BS: jax.Array | None = None
+  attention_BS: jax.Array | None = None
 
   @property
   def info(self) -> 'TokenInfo':
@@ -39,10 +39,10 @@ class Source:
     return info.replace(valid_BL=self.valid_BS)
 
   def gather(self, selection: routing.Selection) -> 'Source':
-    """Returns the chosen tokens, without their scores."""
+    """Returns the chosen tokens, without the attention they received."""
     chosen = jax.tree.map(
       lambda x: routing.gather_tokens(x, selection.index_BK),
-      self.replace(score_BS=None, valid_BS=None),
+      self.replace(attention_BS=None, valid_BS=None),
     )
     return chosen.replace(valid_BS=selection.valid_BK)
 

@@ -389,7 +389,7 @@ class DynamicViT(nn.Module):
     # Original index of each patch in x, and whether it is kept.
     index_BN = jnp.broadcast_to(jnp.arange(patches), (batch, patches))
     keep_BN = jnp.ones((batch, patches), jnp.float32)
-    kept, probabilities, auxes, score_BL = [], [], [], None
+    kept, probabilities, auxes, attention_BL = [], [], [], None
 
     for i in range(depth):
       if i in config.stages and config.score == 'structural':
@@ -411,7 +411,7 @@ class DynamicViT(nn.Module):
           keep_BL = jnp.pad(keep_BN, ((0, 0), (prefix, 0)), constant_values=1.0)
           info = info.dropped(keep_BL)
         else:
-          score_BN = self._score(log_BN2, score_BL, index_BN)
+          score_BN = self._score(log_BN2, attention_BL, index_BN)
           index_BK = routing.select_top_k(score_BN, config.kept[stage]).index_BK
           prefix_BP = jnp.broadcast_to(
             jnp.arange(prefix, dtype=index_BK.dtype), (batch, prefix)
@@ -422,8 +422,8 @@ class DynamicViT(nn.Module):
           index_BN = jnp.take_along_axis(index_BN, index_BK, axis=1)
           keep_BN = jnp.ones(index_BN.shape, jnp.float32)
         kept.append(_spread(keep_BN, index_BN, patches))
-      output = self.backbone.step(i, x_BLD, score_BL, info)
-      x_BLD, score_BL = output.x_BLD, output.aux.get('attention')
+      output = self.backbone.step(i, x_BLD, attention_BL, info)
+      x_BLD, attention_BL = output.x_BLD, output.aux.get('attention')
       auxes.append(output.aux)
     output = DynamicViTOutput(
       None,
@@ -462,13 +462,13 @@ class DynamicViT(nn.Module):
     # The parentheses make the sum exactly 0 or 1.
     return hard_BN + (soft_BN - jax.lax.stop_gradient(soft_BN))
 
-  def _score(self, log_BN2, score_BL, index_BN):
+  def _score(self, log_BN2, attention_BL, index_BN):
     """Returns a score of each patch; the patches of largest score are kept."""
     match self.config.score:
       case 'random':
         return routing.gaussian_scores(self.make_rng('routing'), index_BN.shape)
       case 'class_attention':
-        return score_BL[:, self.config.backbone.num_prefix :]
+        return attention_BL[:, self.config.backbone.num_prefix :]
     # Log-odds, because probabilities near 1 would tie in float32.
     return log_BN2[..., 0] - log_BN2[..., 1]
 

@@ -349,15 +349,15 @@ class ViT(nn.Module):
     self,
     layer: int,
     x_BLD: jax.Array,
-    score_BL: jax.Array | None = None,
+    attention_BL: jax.Array | None = None,
     info: TokenInfo | None = None,
   ) -> LayerOutput:
     """Runs one layer; `info=None` means all tokens of an image, in order.
 
-    `score_BL` is `aux['attention']` of the previous layer, if it has any.
+    `attention_BL` is `aux['attention']` of the previous layer, if it has any.
     """
     info = in_order(x_BLD) if info is None else info
-    return self.stack.step(layer, x_BLD, info, score_BL)
+    return self.stack.step(layer, x_BLD, info, attention_BL)
 
   def embed(self, images_BHWC: jax.Array) -> jax.Array:
     """Returns x_BLD: class token, then patches row by row, with positions."""

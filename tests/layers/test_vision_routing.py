@@ -31,7 +31,7 @@ BLOCK = BlockConfig(
 
 X_BLD = jax.random.normal(jax.random.key(1), (B, L, D))
 # As of an attention map: positive, and 1 in all.
-SCORE_BL = jax.nn.softmax(jax.random.normal(jax.random.key(2), (B, L)))
+ATTENTION_BL = jax.nn.softmax(jax.random.normal(jax.random.key(2), (B, L)))
 INFO = blocks.info(B, L)
 PARAMS = tiny.drawn(
   nn.unbox(jax.eval_shape(Block(BLOCK).init, jax.random.key(0), X_BLD, INFO))
@@ -45,9 +45,9 @@ def layer(block=BLOCK, **changes):
   )
 
 
-def route(score_BL=SCORE_BL, **changes):
+def route(attention_BL=ATTENTION_BL, **changes):
   done = jax.jit(layer(**changes).apply)(
-    {'params': PARAMS}, X_BLD, INFO, score_BL=score_BL
+    {'params': PARAMS}, X_BLD, INFO, attention_BL=attention_BL
   )
   return done.x_BLD, done.aux['router']
 
@@ -69,7 +69,7 @@ def test_attention_routing_is_the_dense_oracle(gate):
   y_BLD, told = route(gate=gate)
   chosen_BL = np.asarray(told.chosen_BL)
   assert chosen_BL.sum(axis=-1).tolist() == [4] * B
-  weight_BL = GATES[gate](np.asarray(SCORE_BL))
+  weight_BL = GATES[gate](np.asarray(ATTENTION_BL))
   np.testing.assert_allclose(told.weight_BL, weight_BL, atol=1e-6)
   update_BLD = oracle(chosen_BL)
   want = X_BLD + np.where(chosen_BL, weight_BL, 0)[..., None] * update_BLD
@@ -81,23 +81,26 @@ def test_attention_routing_is_the_dense_oracle(gate):
 
 
 def test_the_class_token_is_a_candidate_like_any_unless_it_is_kept():
-  score_BL = jnp.tile(jnp.arange(1.0, L + 1), (B, 1))
+  attention_BL = jnp.tile(jnp.arange(1.0, L + 1), (B, 1))
   for kept, chosen in ((False, [6, 7, 8, 9]), (True, [0, 7, 8, 9])):
-    _, told = route(score_BL, keep_class_token=kept)
+    _, told = route(attention_BL, keep_class_token=kept)
     found = [np.flatnonzero(row).tolist() for row in told.chosen_BL]
     assert found == [chosen] * B
   # Nothing but the choice changes: its score and weight stay what they are.
-  np.testing.assert_array_equal(told.score_BL, score_BL)
+  np.testing.assert_array_equal(told.score_BL, attention_BL)
   np.testing.assert_array_equal(told.weight_BL, 1)
   assert told.kth_B.tolist() == [1.0] * B
 
 
 def test_bfloat16_features_leave_the_score_alone():
   # Two scores that bfloat16 cannot tell apart.
-  score_BL = SCORE_BL.at[:, :5].set(0.5).at[:, 4].set(0.5001)
+  attention_BL = ATTENTION_BL.at[:, :5].set(0.5).at[:, 4].set(0.5001)
   half = layer(dataclasses.replace(BLOCK, dtype='bfloat16'), capacity=0.1)
   done = jax.jit(half.apply)(
-    {'params': PARAMS}, X_BLD.astype('bfloat16'), INFO, score_BL=score_BL
+    {'params': PARAMS},
+    X_BLD.astype('bfloat16'),
+    INFO,
+    attention_BL=attention_BL,
   )
   told = done.aux['router']
   assert done.x_BLD.dtype == jnp.bfloat16
@@ -107,15 +110,17 @@ def test_bfloat16_features_leave_the_score_alone():
 
 @pytest.mark.parametrize('gate', [None, 'raw'])
 def test_a_score_learns_as_a_factor_alone(gate):
-  def loss(score_BL):
+  def loss(attention_BL):
     done = layer(gate=gate).apply(
-      {'params': PARAMS}, X_BLD, INFO, score_BL=score_BL
+      {'params': PARAMS}, X_BLD, INFO, attention_BL=attention_BL
     )
     return (done.x_BLD**2).sum(), done.aux['router'].chosen_BL
 
-  of_score_BL, chosen_BL = jax.jit(jax.grad(loss, has_aux=True))(SCORE_BL)
+  of_attention_BL, chosen_BL = jax.jit(jax.grad(loss, has_aux=True))(
+    ATTENTION_BL
+  )
   learns_BL = chosen_BL & (gate == 'raw')
-  np.testing.assert_array_equal(of_score_BL != 0, learns_BL)
+  np.testing.assert_array_equal(of_attention_BL != 0, learns_BL)
 
 
 class TestPlacement:

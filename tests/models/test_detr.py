@@ -118,11 +118,11 @@ def test_padding_changes_nothing(routing):
 class TestAMoD:
   def test_memory_is_scored_by_the_attention_of_the_layer_before(self):
     _, output = ran(routed(AMOD))
-    score_BS = output.aux[2]['source_attention']
-    np.testing.assert_allclose(score_BS.sum(axis=-1), 1, rtol=1e-5)
+    attention_BS = output.aux[2]['source_attention']
+    np.testing.assert_allclose(attention_BS.sum(axis=-1), 1, rtol=1e-5)
     choice = stack.collect(output.aux, 'source_router')['block_3']
-    np.testing.assert_array_equal(choice.score_BL, score_BS)
-    best = np.sort(np.argsort(-score_BS, axis=-1)[:, :24], axis=-1)
+    np.testing.assert_array_equal(choice.score_BL, attention_BS)
+    best = np.sort(np.argsort(-attention_BS, axis=-1)[:, :24], axis=-1)
     chosen = np.nonzero(np.asarray(choice.chosen_BL))[1].reshape(3, 24)
     np.testing.assert_array_equal(chosen, best)
 
