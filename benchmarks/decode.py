@@ -60,8 +60,8 @@ def filled(config: lm.LMConfig, batch: int, context: int, mode: RoutingMode):
   for layer, block in zip(config.stack.layers, cache.blocks, strict=True):
     count = context
     if layer.routing is not None:
-      count = min(round(layer.capacity * context), block.slots - 1)
-    slot_S = jnp.arange(block.slots)
+      count = min(round(layer.capacity * context), block.num_slots - 1)
+    slot_S = jnp.arange(block.num_slots)
     position_S = jnp.where(
       slot_S < count, slot_S * context // count, block.position_BS[0]
     )

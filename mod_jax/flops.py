@@ -274,7 +274,7 @@ def _expert_lines(config, tokens: int) -> list[str]:
     return []
   if experts.capacity_factor is None:
     return ['expert slots        one for each choice: nothing is dropped']
-  slots = experts.num_experts * experts.slots(tokens)
+  slots = experts.num_experts * experts.slots_per_expert(tokens)
   filled = slots
   if experts.choice == 'token':
     filled = min(slots, round(experts.share * experts.per_token * tokens))

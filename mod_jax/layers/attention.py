@@ -419,12 +419,12 @@ def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
     )
 
   if on_gpu:
-    return attend(cache.slots)
-  fractions = [cache.slots // n for n in (8, 4, 2)]
+    return attend(cache.num_slots)
+  fractions = [cache.num_slots // n for n in (8, 4, 2)]
   least = max(_SHORT, q_BLHC.shape[1])
-  sizes = [n for n in fractions if n >= least] + [cache.slots]
+  sizes = [n for n in fractions if n >= least] + [cache.num_slots]
   if len(sizes) == 1:
-    return attend(cache.slots)
+    return attend(cache.num_slots)
   longest = cache.length_B.max()
   return jax.lax.switch(
     sum((longest > n).astype(jnp.int32) for n in sizes[:-1]),

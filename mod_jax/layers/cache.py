@@ -63,7 +63,7 @@ class KVCache:
     )
 
   @property
-  def slots(self) -> int:
+  def num_slots(self) -> int:
     return self.position_BS.shape[-1]
 
   def append(
@@ -82,7 +82,7 @@ class KVCache:
       valid_RT = jnp.ones(position_RT.shape, bool)
     length_R = self.length_B.at[rows_R].get(mode='clip')
     slot_RT = length_R[:, None] + jnp.cumsum(valid_RT, axis=-1) - 1
-    slot_RT = jnp.where(valid_RT, slot_RT, self.slots)
+    slot_RT = jnp.where(valid_RT, slot_RT, self.num_slots)
     index = (rows_R[:, None], slot_RT)
     # Index every axis but the last: if axes were skipped, XLA would transpose
     # the whole cache for the scatter.
@@ -102,7 +102,7 @@ class KVCache:
     if self.entered_BS is None:
       return self
     # The cache has all tokens so far: the slot of each is its position.
-    slot_BT = jnp.where(entered_BT, position_BT, self.slots)
+    slot_BT = jnp.where(entered_BT, position_BT, self.num_slots)
     row_B1 = jnp.arange(len(slot_BT))[:, None]
     entered_BS = self.entered_BS.at[row_B1, slot_BT].set(True, mode='drop')
     return self.replace(entered_BS=entered_BS)

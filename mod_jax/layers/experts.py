@@ -126,7 +126,7 @@ class ExpertsConfig:
     """Whether experts can run such that no choice depends on later tokens."""
     return self.choice == 'token' or self.threshold_decay > 0
 
-  def slots(self, tokens: int) -> int:
+  def slots_per_expert(self, tokens: int) -> int:
     """Returns how many slots each expert has for a sequence of `tokens` tokens.
 
     Without a `capacity_factor`, there is a slot for every token. Token choice
@@ -188,7 +188,7 @@ class ExpertMLPConfig(Slot):
     # Without a slot limit, only choices of experts cost FLOPs, not no-ops.
     run = round(tokens * config.per_token * config.share)
     if config.capacity_factor is not None:
-      run = config.num_experts * config.slots(tokens)
+      run = config.num_experts * config.slots_per_expert(tokens)
     router = 2 * tokens * self.mlp.width * self.num_choices
     return {'experts': self.mlp.flops(run)['mlp'], 'router': router}
 
@@ -290,7 +290,7 @@ class ExpertMLP(nn.Module):
     weight_BLE = jnp.where(ran_BLE, weight_BLX[..., :experts], 0)
     weight_BLJ = _of_choices(weight_BLE, chosen_BLKX, 0)
     weights = {name: self._weights(name) for name in self.config.maps}
-    slots = self._slots(length)
+    slots = self._slots_per_expert(length)
     if slots is None:
       expert_BLE = jnp.where(ran_BLE, jnp.arange(experts), experts)
       expert_BLJ = _of_choices(expert_BLE, chosen_BLKX, experts)
@@ -325,16 +325,18 @@ class ExpertMLP(nn.Module):
     that a routed block chose, which may depend on later tokens: see
     `TokenInfo.gather`.
     """
-    return routing.for_lengths(self.config.experts.slots, length, count_B)
+    return routing.for_lengths(
+      self.config.experts.slots_per_expert, length, count_B
+    )
 
-  def _slots(self, length) -> int | None:
+  def _slots_per_expert(self, length) -> int | None:
     """Returns how many slots an expert has in this call; None for no limit."""
     config = self.config.experts
     if config.choice == 'expert':
-      return None if self.mode.routing.causal_rule else config.slots(length)
-    if config.capacity_factor is None or not self.mode.train:
-      return None
-    return config.slots(length)
+      unlimited = self.mode.routing.causal_rule is not None
+    else:
+      unlimited = config.capacity_factor is None or not self.mode.train
+    return None if unlimited else config.slots_per_expert(length)
 
   def _tokens_choose(self, logits_BLX):
     """Returns chosen_BLKX: each token's choices as one-hots, best first."""
@@ -390,7 +392,7 @@ class ExpertMLP(nn.Module):
       score_QL = jnp.moveaxis(weight_BLE, -1, 1).reshape(-1, length)
       selection = routing.select_top_k(
         score_QL,
-        config.slots(length),
+        config.slots_per_expert(length),
         jnp.repeat(valid_BL, experts, axis=0),
         jnp.repeat(self._limit(length, count_B), experts),
       )

@@ -49,7 +49,7 @@ class RoutingMode(config_lib.Validated):
       return self.rule
     return RULES.get(self.rule)
 
-  def slots(self, capacity: float, length: int) -> int:
+  def num_slots(self, capacity: float, length: int) -> int:
     """Returns how many slots a routed block has for a sequence."""
     rule = self.causal_rule
     if rule is None:
@@ -89,9 +89,9 @@ class RoutingMode(config_lib.Validated):
   def row_slots(
     self, capacity: float, length: int, length_B: jax.Array
   ) -> jax.Array:
-    """Returns `slots` for each row, which has `length_B` <= `length` tokens."""
+    """Returns `num_slots` of rows, which have `length_B` <= `length` tokens."""
     return routing.for_lengths(
-      lambda n: self.slots(capacity, n), length, length_B
+      lambda n: self.num_slots(capacity, n), length, length_B
     )
 
 

@@ -71,13 +71,15 @@ class LayerConfig:
     """
     if self.routing is None or self.routing.per_sequence:
       return length
-    return self.slots(self.routing.train_mode, length, image_places)
+    return self.num_slots(self.routing.train_mode, length, image_places)
 
-  def slots(self, mode: RoutingMode, length: int, image_places: int = 0) -> int:
+  def num_slots(
+    self, mode: RoutingMode, length: int, image_places: int = 0
+  ) -> int:
     """Returns how many slots a routed block has for a sequence."""
     kinds = self.routing.kinds
     if kinds is None:
-      return mode.slots(self.capacity, length)
+      return mode.num_slots(self.capacity, length)
     # Every place that is not reserved for images may hold a token that enters.
     places = min(image_places, length) if 'image' in kinds else 0
     if not places:
@@ -341,7 +343,7 @@ class Layer(nn.Module):
     routed = self._score(x_BLD, info, attention_BL, router)
     top, unplaced_B = None, 0
     if by_kind:
-      slots = config.slots(mode, length, info.image_places)
+      slots = config.num_slots(mode, length, info.image_places)
       top, unplaced_B = _best_beside(
         *(routed.score_BL, capacity, routed.candidate_BL, info.valid_BL, slots)
       )
@@ -359,7 +361,7 @@ class Layer(nn.Module):
     if not decodes:
       selection, count_B = top, None
       if rule is not None:
-        slots = mode.slots(capacity, length)
+        slots = mode.num_slots(capacity, length)
         count_B = jnp.full(x_BLD.shape[0], slots)
         if info.valid_BL is not None:
           count_B = info.valid_BL.sum(axis=-1)
@@ -392,7 +394,7 @@ class Layer(nn.Module):
       if length <= _SHORT and not masked and not by_kind:
         output = self._run_rows(block, x_BLD, info, routed, chosen_BL, own)
       else:
-        slots = length if own is None else own.slots
+        slots = length if own is None else own.num_slots
         if top is not None:
           slots = min(slots, top.index_BK.shape[1])
         selection = routing.select_decided(chosen_BL, slots)

@@ -151,7 +151,7 @@ class StackConfig:
       if layer.routing is not None:
         drops = mode.overflow == 'drop' and layer.routing.kinds is None
       if layer.caches_chosen:
-        slots = layer.slots(mode, length, image_places)
+        slots = layer.num_slots(mode, length, image_places)
       if drops:
         count_B = jnp.full(batch, length) if length_B is None else length_B
         limit_B = mode.row_slots(layer.capacity, length, count_B)

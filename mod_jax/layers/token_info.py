@@ -60,8 +60,8 @@ class TokenInfo:
       `attention.masked_attention`. Dropped tokens are not valid either.
     index_BL: int32 position of each token in the row that the model was called
       with; None if all tokens of that row are present, in order.
-    count_B: int32 length by which a row gets its slots per expert, see
-      `ExpertsConfig.slots`; None for the row's number of valid tokens.
+    count_B: int32 length by which a row gets its slots, see
+      `ExpertsConfig.slots_per_expert`; None for its number of valid tokens.
     size_BL: number of original tokens that each token was merged from; it
       counts as often in attention. None if no tokens were merged.
     place_BLD: position embedding that each attention adds to the inputs of its

@@ -155,7 +155,7 @@ class TestForward:
   )
   def test_is_the_loop_over_tokens(self, name, padded):
     config, valid_BL = CASES[name], VALID_BL if padded else None
-    slots = config.experts.slots
+    slots = config.experts.slots_per_expert
     dropped = check(config, TRAIN, valid_BL, slots)
     assert bool(dropped) == (config.experts.choice == 'token')
     if config.experts.choice == 'token':  # After training nothing is dropped.
@@ -349,11 +349,13 @@ class TestCost:
 
   def test_slots(self):
     config = ExpertsConfig(num_experts=4, capacity_factor=1.25)
-    assert [config.slots(n) for n in (1, 8, 16, 100)] == [1, 3, 5, 32]
+    slots = [config.slots_per_expert(n) for n in (1, 8, 16, 100)]
+    assert slots == [1, 3, 5, 32]
     # No more slots than there are tokens.
-    assert ExpertsConfig(num_experts=2, capacity_factor=9.0).slots(4) == 4
+    many = ExpertsConfig(num_experts=2, capacity_factor=9.0)
+    assert many.slots_per_expert(4) == 4
     nulls = dataclasses.replace(config, num_nulls=1, compute_share=0.25)
-    assert nulls.slots(16) == math.ceil(1.25 * 0.25 * 16 / 4)
+    assert nulls.slots_per_expert(16) == math.ceil(1.25 * 0.25 * 16 / 4)
     assert nulls.targets == pytest.approx([1 / 16] * 4 + [3 / 4])
 
 

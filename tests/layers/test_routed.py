@@ -192,7 +192,7 @@ class TestSelection:
   ],
 )
 def test_slots(mode, slots):
-  assert RoutingMode(**mode).slots(0.125, 100) == slots
+  assert RoutingMode(**mode).num_slots(0.125, 100) == slots
 
 
 class TestGradients:

@@ -141,6 +141,6 @@ def test_experts_stand_between_routing_and_learners():
     for told in output.experts:  # Of these tokens some choose the no-op.
       assert 0 < told.ran_BLE.sum() < told.valid_BL.sum()
   rows = dict(config.flops_table())
-  slots = config.experts.slots(CHOSEN)
+  slots = config.experts.slots_per_expert(CHOSEN)
   one = sum(DENSE.block.mlp.flops(1).values())
   assert rows['block_1 (routed)']['experts'] == 2 * slots * one

@@ -130,8 +130,8 @@ class TestDecoding:
       np.testing.assert_array_equal(block.length_B, lengths_B)
       assert (lengths_B < counts_B).any()  # Something was skipped.
     np.testing.assert_array_equal(cache.blocks[1].length_B, counts_B)
-    assert cache.blocks[0].slots == (3 if overflow == 'drop' else L)
-    assert cache.blocks[1].slots == L
+    assert cache.blocks[0].num_slots == (3 if overflow == 'drop' else L)
+    assert cache.blocks[1].num_slots == L
 
   @pytest.mark.parametrize(
     ('capacity', 'batch', 'in_turns'),
@@ -292,7 +292,7 @@ class TestRows:
     alone = run(TOKENS_BL[:, :7], config=config, mode=mode)
     if overflow == 'drop':
       # The padded array has a slot more, and a token that would take it.
-      slots = [mode.slots(0.3, n) for n in (7, L)]
+      slots = [mode.num_slots(0.3, n) for n in (7, L)]
       assert slots == [3, 4]
       assert any(told.overflow_B.any() for told in alone.routing)
     real = slice(3, L) if side == 'left' else slice(7)

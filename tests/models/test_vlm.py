@@ -186,7 +186,7 @@ def test_decoding_is_the_forward_pass(name):
   expected = output(config, whole).logits_BLV[:, -2:]
   np.testing.assert_allclose(found, expected, atol=1e-4)
   # A routed block keeps places for the image tokens that it chooses.
-  slots = [block.slots for block in cache.blocks]
+  slots = [block.num_slots for block in cache.blocks]
   assert slots[0] == length + 1
   for capacity, count in zip(config.capacities, slots, strict=True):
     kept = 8 if capacity is None else max(1, int(round(8 * capacity, 9)))

@@ -102,7 +102,7 @@ def test_answers_are_those_of_each_alone(name):
     assert engine.num_read(tokens) == len(tokens) + (patches - 1) * placed
   assert len(firsts) == len(ids)
   # Slots of routed blocks hold the image tokens that these choose, and no more.
-  slots = [block.slots for block in engine._state.cache.blocks]
+  slots = [block.num_slots for block in engine._state.cache.blocks]
   for capacity, count in zip(run.config.capacities, slots, strict=True):
     assert count == 48 + round(2 * patches * (capacity or 1), 9) // 1
 

@@ -166,7 +166,7 @@ class TestEvaluate:
     )
     # The last row has 3 tokens, and its one slot of those, beside rows of 16.
     mode = RoutingMode(rule='router', overflow='drop')
-    assert [mode.slots(0.25, n) for n in (16, 3)] == [5, 1]
+    assert [mode.num_slots(0.25, n) for n in (16, 3)] == [5, 1]
     alone = reference(task, params, model_state, mode)
     assert metrics['router/drop_loss'] == pytest.approx(alone, rel=1e-5)
     assert metrics['router/drop_loss'] != metrics['router/loss']
