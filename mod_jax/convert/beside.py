@@ -316,7 +316,7 @@ def _filter(value) -> Image.Resampling | None:
 
 
 def _size(value) -> tuple[str, int] | None:
-  """Returns the way of resizing (an `augment.Resize`) and a side in pixels."""
+  """Returns the way of resizing (a `resize.Resize`) and a side in pixels."""
   resize, sides = 'squash', [value]
   if isinstance(value, dict):
     sides = list(value.values())

@@ -18,7 +18,8 @@ Sources of data, and what they need:
 * `digits`, `scenes`, `formants`: images and speech without a download;
 * `coco`, `audio_files`, `tables`: files in other formats;
 * `tfds_builder`, `tfds_images`, `tfds_text`: TensorFlow Datasets;
-* `augment`: resizing, cropping and augmentation of images;
+* `resize`: resizing, cropping and normalisation of images;
+* `augment`: augmentation and mixing of images to train on;
 * `corruptions`: corrupted images, to measure robustness;
 * `fingerprint`: hashes of data, to notice changes.
 """

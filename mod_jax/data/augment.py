@@ -1,11 +1,10 @@
-"""Resizes and crops images, for evaluation too; augments and mixes them.
+"""Augments images at random, and mixes them.
 
-Images are RGB `PIL.Image`s of any size until they are cropped to S x S pixels
-(`size`), with Pillow's filter `resample`, and then normalised. What is not
-random (`center_crop`, `reduce`) is done first, so that its result can be
-cached. All randomness comes from the NumPy generator `rng` that is passed in,
-one for each image or batch. A batch has 'image', float32 [B, S, S, 3], and
-'target', float32 [B, V].
+Images are RGB `PIL.Image`s until they are normalised, S x S pixels (`size`).
+What is not random (`resize.center_crop`, or `reduce` before random crops) is
+done first, so that its result can be cached. All randomness comes from the
+NumPy generator `rng` that is passed in, one for each image or batch. A batch
+has 'image', float32 [B, S, S, 3], and 'target', float32 [B, V].
 """
 
 import dataclasses
@@ -16,14 +15,9 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from mod_jax import config as config_lib
+from mod_jax.data.resize import center_crop, normalize
 
 Color = tuple[int, int, int]
-# 'shorter_side' resizes the shorter side to a number of pixels and keeps the
-# aspect ratio; 'squash' resizes both sides to it; 'none' does not resize.
-Resize = Literal['shorter_side', 'squash', 'none']
-# Where a centred crop begins if that is between two pixels: Hugging Face rounds
-# 'down'; torchvision, and so timm, rounds to 'even' numbers.
-Rounding = Literal['down', 'even']
 
 _MAX_MAGNITUDE = 10.0
 _Magnitude = Annotated[float, config_lib.Range(ge=0, le=_MAX_MAGNITUDE)]
@@ -32,8 +26,6 @@ _SKIPPED_OPERATIONS = 0.5
 # Most draws of a random rectangle to find one that fits into the image.
 _ATTEMPTS = 10
 _CROP_ASPECT = (3 / 4, 4 / 3)
-# Images of a larger aspect ratio are cropped to this one before resizing.
-_LONGEST = 32
 _ERASED_AREA = (0.02, 1 / 3)
 _ERASED_ASPECT = (0.3, 1 / 0.3)
 
@@ -87,39 +79,6 @@ class AugmentConfig:
 
 
 # Single images.
-
-
-def center_crop(
-  image: Image.Image,
-  size: int,
-  *,
-  fraction: float = 1.0,
-  resample: Image.Resampling = Image.Resampling.BICUBIC,
-  resize: Resize = 'shorter_side',
-  rounding: Rounding = 'down',
-) -> Image.Image:
-  """Returns a centred square crop of a resized image, `size` pixels a side.
-
-  `resize` says which sides are first resized to `size / fraction` pixels. The
-  pixels equal those of Hugging Face's image processors or, if `rounding` is
-  'even', of timm. Pixels outside of the image are black.
-  """
-  full = max(1, round(size / fraction))
-  if resize == 'squash':
-    image = image.resize((full, full), resample)
-  elif resize == 'shorter_side':
-    shorter = min(image.size)
-    # Resizing an image of extreme aspect ratio could exhaust the memory.
-    image = _middle(image, *(min(n, _LONGEST * shorter) for n in image.size))
-    image = image.resize([full * n // shorter for n in image.size], resample)
-  return _middle(image, size, size, rounding)
-
-
-def _middle(image, width, height, rounding: Rounding = 'down') -> Image.Image:
-  to_pixel = round if rounding == 'even' else math.floor
-  left = to_pixel((image.width - width) / 2)
-  top = to_pixel((image.height - height) / 2)
-  return image.crop((left, top, left + width, top + height))
 
 
 def reduce(image: Image.Image, size: int, *, min_scale: float) -> Image.Image:
@@ -283,16 +242,6 @@ def color_jitter(
   for i in rng.permutation(len(kinds)):
     image = kinds[i](image).enhance(rng.uniform(1 - most, 1 + most))
   return image
-
-
-def normalize(
-  image: Image.Image | np.ndarray,
-  mean: tuple[float, float, float],
-  std: tuple[float, float, float],
-) -> np.ndarray:
-  """Returns `(image / 255 - mean) / std` as float32 [..., 3]."""
-  scaled = np.asarray(image, np.float32) / np.float32(255)
-  return (scaled - np.float32(mean)) / np.float32(std)
 
 
 def erase(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -19,9 +19,9 @@ from PIL import Image
 
 from mod_jax import config as config_lib
 from mod_jax import errors, paths
-from mod_jax.data import augment as augment_lib
 from mod_jax.data import common, image_folder
 from mod_jax.data import fingerprint as fingerprints
+from mod_jax.data import resize as resize_lib
 from mod_jax.data.images import Preprocess
 from mod_jax.data.scenes import SceneConfig, Scenes
 
@@ -135,8 +135,8 @@ class ConversationDataConfig:
   eval_fraction: config_lib.Proper = 0.02
   image_size: config_lib.Pixels = 64
   crop_fraction: config_lib.Positive = 1.0
-  resize: augment_lib.Resize = 'shorter_side'
-  rounding: augment_lib.Rounding = 'down'
+  resize: resize_lib.Resize = 'shorter_side'
+  rounding: resize_lib.Rounding = 'down'
   resample: Literal['nearest', 'bilinear', 'bicubic', 'lanczos'] = 'bicubic'
   mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
   std: config_lib.Positives = (0.5, 0.5, 0.5)

@@ -11,9 +11,9 @@ from PIL import Image
 
 from mod_jax import config as config_lib
 from mod_jax import errors
-from mod_jax.data import augment as augment_lib
 from mod_jax.data import batches, common
 from mod_jax.data import images as images_lib
+from mod_jax.data import resize as resize_lib
 from mod_jax.data.coco import Coco, Objects, box_between
 from mod_jax.data.scenes import SceneConfig, Scenes
 
@@ -82,7 +82,7 @@ class DetectionPreprocess:
     The size is (height, width) before the padding.
     """
     array = np.zeros((*self.image_size, 3), np.float32)
-    pixels = augment_lib.normalize(np.asarray(image), self.mean, self.std)
+    pixels = resize_lib.normalize(np.asarray(image), self.mean, self.std)
     array[: image.height, : image.width] = pixels
     return array, np.int32([image.height, image.width])
 

@@ -11,7 +11,7 @@ is a dict of arrays (S is `config.image_size`, V the number of classes):
   weight  float32 [B]           evaluation: 0 for rows that only fill a batch
 
 `Preprocess` says how images are resized and cropped for evaluation, which
-`augment` does. Decoding and augmentation run inside Grain, in threads or worker
+`resize` does. Decoding and augmentation run inside Grain, in threads or worker
 processes.
 """
 
@@ -38,6 +38,7 @@ from mod_jax.data import (
   label_table,
   tfds_images,
 )
+from mod_jax.data import resize as resize_lib
 from mod_jax.data.scenes import SceneConfig, Scenes
 
 # Mean and standard deviation of channels whose values lie in [0, 1].
@@ -63,8 +64,8 @@ class Preprocess:
     mean: subtracted from values in [0, 1], per channel.
     std: divided by, per channel.
     resample: Pillow's filter.
-    resize: 'shorter_side', 'squash' or 'none', as in `augment.Resize`.
-    rounding: where the crop begins, as in `augment.Rounding`.
+    resize: 'shorter_side', 'squash' or 'none', as in `resize.Resize`.
+    rounding: where the crop begins, as in `resize.Rounding`.
   """
 
   image_size: int
@@ -72,8 +73,8 @@ class Preprocess:
   mean: tuple[float, float, float]
   std: tuple[float, float, float]
   resample: Image.Resampling = Image.Resampling.BICUBIC
-  resize: augment_lib.Resize = 'shorter_side'
-  rounding: augment_lib.Rounding = 'down'
+  resize: resize_lib.Resize = 'shorter_side'
+  rounding: resize_lib.Rounding = 'down'
 
   def apply_to(self, data: 'ImageDataConfig') -> 'ImageDataConfig':
     """Returns a copy of the config whose evaluation preprocesses this way."""
@@ -84,7 +85,7 @@ class Preprocess:
   def fit(self) -> functools.partial:
     """The function that resizes and crops an RGB image."""
     return functools.partial(
-      augment_lib.center_crop,
+      resize_lib.center_crop,
       size=self.image_size,
       fraction=self.crop_fraction,
       resample=self.resample,
@@ -99,7 +100,7 @@ class Preprocess:
     Raises UserError for others, and for pictures that cannot be decoded.
     """
     fitted = [np.asarray(self.fit(as_image(picture))) for picture in pictures]
-    return augment_lib.normalize(np.stack(fitted), self.mean, self.std)
+    return resize_lib.normalize(np.stack(fitted), self.mean, self.std)
 
 
 def as_image(picture) -> Image.Image:
@@ -192,8 +193,8 @@ class ImageDataConfig:
   eval_split: str = 'validation'
   image_size: config_lib.Pixels = 32
   crop_fraction: _Crop | None = None
-  resize: augment_lib.Resize = 'shorter_side'
-  rounding: augment_lib.Rounding = 'down'
+  resize: resize_lib.Resize = 'shorter_side'
+  rounding: resize_lib.Rounding = 'down'
   resample: Resample | None = None
   class_weights: Literal['balanced'] | _ClassWeights | None = None
   sampling: Literal['uniform', 'balanced'] = 'uniform'
@@ -467,7 +468,7 @@ def _eval_row(
     label = np.zeros(len(pictures.source.class_names))
   if loaded is not None:
     image, label = loaded
-    array = augment_lib.normalize(image, config.mean, config.std)
+    array = resize_lib.normalize(image, config.mean, config.std)
   return {
     'image': array,
     'label': np.asarray(label, np.int32),

@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from mod_jax.data import augment
+from mod_jax.data import resize
 from mod_jax.errors import UserError
 from mod_jax.models import vlm
 from mod_jax.serving import engine as engine_lib
@@ -385,7 +385,7 @@ class _Server:
     fitted = await self._read('fit_picture', encoded, preprocess.fit.keywords)
     pixels = np.frombuffer(base64.b64decode(fitted), np.uint8)
     image_SSC = pixels.reshape(*[preprocess.image_size] * 2, 3)
-    return augment.normalize(image_SSC, preprocess.mean, preprocess.std)
+    return resize.normalize(image_SSC, preprocess.mean, preprocess.std)
 
   async def _read(self, job, *args) -> Any:
     """Calls the method `job` of the text process, and returns its result."""

@@ -27,7 +27,7 @@ import sys
 import tempfile
 from typing import Any
 
-from mod_jax.data import augment, image_folder, tokenizers
+from mod_jax.data import image_folder, resize, tokenizers
 from mod_jax.errors import UserError
 from mod_jax.serving import chat, grammar
 
@@ -174,7 +174,7 @@ class _Texts:
     return [self._tokens(self._tokenizer.encode, text, most) for text in texts]
 
   def fit_picture(self, encoded: str, fit: dict) -> str:
-    """Returns the uint8 pixels of a picture after `augment.center_crop`.
+    """Returns the uint8 pixels of a picture after `resize.center_crop`.
 
     `encoded` is the picture's file, and the result the bytes of its pixels,
     both in base64; `fit` are further arguments of `center_crop`.
@@ -186,7 +186,7 @@ class _Texts:
         f'the data of a picture are no base64 ({error}): encode its file anew.'
       ) from error
     image = image_folder.decode(file, 'a picture', MAX_PIXELS)
-    fitted = augment.center_crop(image, **fit)
+    fitted = resize.center_crop(image, **fit)
     return base64.b64encode(fitted.tobytes()).decode()
 
   def check_schema(self, schema: dict) -> None:

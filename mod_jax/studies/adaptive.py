@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from mod_jax import viz
-from mod_jax.data import augment, corruptions
+from mod_jax.data import corruptions, resize
 from mod_jax.data import images as images_lib
 from mod_jax.layers import stack as stack_lib
 from mod_jax.models import acm
@@ -50,7 +50,7 @@ def robustness(task, params, model_state) -> Study:
       corrupted_BHWC = corruptions.corrupt(
         shown_BHWC, kind, severity, seed=task.config.seed
       )
-      images_BHWC = augment.normalize(corrupted_BHWC, data.mean, data.std)
+      images_BHWC = resize.normalize(corrupted_BHWC, data.mean, data.std)
       adaptive_B, dense_B, load_B = jax.device_get(
         guess(params, model_state, teacher, images_BHWC)
       )

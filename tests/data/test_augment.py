@@ -4,7 +4,7 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from mod_jax.data import augment
+from mod_jax.data import augment, resize
 
 
 def noise(width=20, height=12, seed=0):
@@ -15,7 +15,7 @@ def noise(width=20, height=12, seed=0):
 
 def make(image, rng=0, size=8, mean=(0.5,) * 3, std=(0.5,) * 3, **kwargs):
   return augment.augment(
-    augment.center_crop(image, size),
+    resize.center_crop(image, size),
     np.random.default_rng(rng),
     augment.AugmentConfig(**kwargs),
     size=size,
@@ -31,29 +31,6 @@ def test_nothing_by_default_but_the_centred_square_normalised():
   assert array.dtype == np.float32
   middle = np.asarray(image)[:, 4:16] / 255
   np.testing.assert_allclose(array, (middle - mean) / std, atol=1e-6)
-
-
-def test_center_crop_is_resizing_the_shorter_side_and_cutting():
-  ramp = np.tile(np.arange(64, dtype=np.uint8)[:, None, None], (1, 96, 3))
-  image = Image.fromarray(ramp)
-  cropped = np.asarray(augment.center_crop(image, 28, fraction=0.875))
-  # Of 64 rows the middle 56, two for each of 28.
-  expected = 4 + 2 * np.arange(28) + 0.5
-  np.testing.assert_allclose(cropped[:, 0, 0], expected, atol=1.0)
-  assert not np.array_equal(cropped, np.asarray(augment.center_crop(image, 28)))
-
-
-@pytest.mark.parametrize(
-  # The second are the columns that torchvision's CenterCrop leaves out.
-  ('rounding', 'left'),
-  [('down', [0, 0, 1, 1, 2, 2, 3, 3]), ('even', [0, 0, 1, 2, 2, 2, 3, 4])],
-)
-def test_where_a_crop_begins_between_two_pixels(rounding, left):
-  for width, start in enumerate(left, start=12):
-    image = noise(width, 12)
-    cropped = augment.center_crop(image, 12, rounding=rounding)
-    expected = np.asarray(image)[:, start : start + 12]
-    np.testing.assert_array_equal(np.asarray(cropped), expected)
 
 
 @pytest.mark.parametrize('shape', [(64, 64), (30, 77), (400, 4)])
