@@ -24,9 +24,9 @@ from mod_jax import parallel, routing
 from mod_jax.errors import require
 from mod_jax.layers import dense, lora
 from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.decisions import SELECTION_NAME
 from mod_jax.layers.mlp import MLPConfig, hidden_units
 from mod_jax.layers.mode import Mode
-from mod_jax.layers.rules import SELECTION_NAME
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.token_info import TokenInfo
 import mod_jax_kernels

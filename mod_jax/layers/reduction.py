@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax import routing
 from mod_jax.errors import require
-from mod_jax.layers.rules import SELECTION_NAME
+from mod_jax.layers.decisions import SELECTION_NAME
 from mod_jax.layers.token_info import TokenInfo, in_order
 
 

@@ -21,9 +21,9 @@ from mod_jax.layers import rules, scores
 from mod_jax.layers.attention import AttentionScore
 from mod_jax.layers.block import Block, BlockConfig
 from mod_jax.layers.cache import KVCache
+from mod_jax.layers.decisions import SELECTION_NAME, Routing
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routing_config import RoutingConfig
-from mod_jax.layers.rules import SELECTION_NAME, Routing
 from mod_jax.layers.token_info import Source, TokenInfo
 
 # In generation, a block skips rows without a chosen token if rows have at most

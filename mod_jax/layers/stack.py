@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from mod_jax import parallel
 from mod_jax.errors import require
-from mod_jax.layers import rules
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.cache import KVCache
+from mod_jax.layers.decisions import SELECTION_NAME
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.mode import Mode, RoutingMode
@@ -249,7 +249,7 @@ def remat(module: type[nn.Module], kind: Remat, *, scanned: bool = False):
   if kind == 'none':
     return module
   policies = jax.checkpoint_policies
-  names = [rules.SELECTION_NAME]
+  names = [SELECTION_NAME]
   if kind != 'full':
     names.append(RESIDUALS)
   policy = policies.save_only_these_names(*names)

@@ -10,12 +10,12 @@ import jax
 from mod_jax.errors import require
 from mod_jax.layers import stack
 from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.decisions import Routing
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.routing_config import RoutingConfig
-from mod_jax.layers.rules import Routing
 
 
 def shapes(config: 'StackedConfig') -> dict[str, Any]:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax import errors, flops, losses, routing, viz
 from mod_jax import optimizer as optimizer_lib
+from mod_jax.layers.decisions import Routing
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routing_config import RoutingConfig
-from mod_jax.layers.rules import Routing
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums, Pair
 from mod_jax.models import protocol
