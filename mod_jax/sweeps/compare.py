@@ -5,7 +5,7 @@ computed from a run's mean seconds per step, including evaluations and saves but
 not restarts, according to its history.
 
 Two held-out losses are not compared if the runs' kinds of data, held-out data
-or tokenizers are known to differ (`Run.comparable`).
+or tokenizers are known to differ (`RecordedRun.comparable`).
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from mod_jax.tasks.experiment import ExperimentConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class RecordedRun:
   """A run, as read from its files."""
 
   name: str  # In the table and the picture.
@@ -46,7 +46,7 @@ class Run:
   measured: tuple[str, str | None]
   held_out: Any  # Fingerprint of the held-out data; None if not known.
 
-  def comparable(self, other: 'Run') -> bool:
+  def comparable(self, other: 'RecordedRun') -> bool:
     """Whether the two runs' losses are of the same data and tokens."""
     # Of a run without a checkpoint, nobody knows the data.
     known = None not in (self.held_out, other.held_out)
@@ -63,7 +63,7 @@ class Run:
     return None
 
 
-def read(workdir, name: str | None = None) -> Run:
+def read(workdir, name: str | None = None) -> RecordedRun:
   """Reads the run in a directory, whose name the run gets if `name` is None.
 
   Raises:
@@ -80,7 +80,7 @@ def read(workdir, name: str | None = None) -> Run:
   # Count each step by itself: during a capacity warm-up, steps cost more.
   per_step = functools.cache(task.flops_per_step)
   spent = [per_step(task.static_args(i)) for i in range(step)]
-  return Run(
+  return RecordedRun(
     name=name or workdir_lib.expand(workdir).name,
     config=config,
     records=records,
@@ -125,14 +125,14 @@ _FORMS = {
 class Comparison:
   """A comparison of runs; `str()` returns the table as text."""
 
-  runs: Sequence[Run]
+  runs: Sequence[RecordedRun]
 
   @property
   def rows(self) -> list[dict[str, Any]]:
     """A row of the table and of `compare.csv` for each run, by column."""
     return list(map(self._row, self.runs))
 
-  def _row(self, run: Run) -> dict[str, Any]:
+  def _row(self, run: RecordedRun) -> dict[str, Any]:
     first, loss = self.runs[0].last('eval'), run.last('eval')
     incomparable = None in (first, loss) or not run.comparable(self.runs[0])
     rate = run.seconds_per_step

@@ -528,7 +528,7 @@ def write(workdir) -> str:
   return f'{len(results)} of {planned} runs are over.\n{table(fit_record)}'
 
 
-def _best_runs(workdir, results, budget) -> list[compare.Run]:
+def _best_runs(workdir, results, budget) -> list[compare.RecordedRun]:
   """Returns each group's best run at a budget, if its files are present."""
   by_group = {}
   for entry, result in results:

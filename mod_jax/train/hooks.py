@@ -32,7 +32,7 @@ class TrainingDiverged(UserError):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Run:
+class OpenRun:
   """A run that `loop.build` yields: its parts, its state and its open files."""
 
   task: Method
@@ -87,7 +87,7 @@ class Hook:
 class Log(Hook):
   """Writes and checks the metrics of steps, and shows the progress."""
 
-  def __init__(self, run: Run):
+  def __init__(self, run: OpenRun):
     self.run = run
     self.pending = []
 
@@ -124,7 +124,7 @@ class Evaluate(Hook):
   on the same data as the steps before it, to compare them.
   """
 
-  def __init__(self, run: Run, log: Log):
+  def __init__(self, run: OpenRun, log: Log):
     self.run, self.log = run, log
     self.metrics = {}  # Results of the last evaluation.
     self.step = None  # Step of the last evaluation.
@@ -188,7 +188,7 @@ class Evaluate(Hook):
 class Save(Hook):
   """Saves checkpoints by steps, by time and after the last step."""
 
-  def __init__(self, run: Run, log: Log):
+  def __init__(self, run: OpenRun, log: Log):
     self.run, self.log = run, log
     self.last_saved = run.start if run.restored else None
 
@@ -241,7 +241,7 @@ class Judge(Hook):
   continued run decides as one that was never interrupted.
   """
 
-  def __init__(self, run: Run, evaluate: Evaluate, save: Save):
+  def __init__(self, run: OpenRun, evaluate: Evaluate, save: Save):
     self.run, self.evaluate, self.save = run, evaluate, save
     self.metric = run.config.checkpoint.best
     self.best = None  # Step and value of the best evaluation.
@@ -331,7 +331,7 @@ class Judge(Hook):
 class Report(Hook):
   """Draws pictures, writes and prints texts and metrics after the last step."""
 
-  def __init__(self, run: Run, evaluate: Evaluate):
+  def __init__(self, run: OpenRun, evaluate: Evaluate):
     self.run, self.evaluate = run, evaluate
 
   def finish(self, step, state):

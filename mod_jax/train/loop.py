@@ -160,7 +160,7 @@ def build(
   allow_changed_data: bool = False,
   allow_changed_config: bool = False,
   profile: range | None = None,
-) -> Iterator[hooks_lib.Run]:
+) -> Iterator[hooks_lib.OpenRun]:
   """Context manager: sets a run's mesh, and yields the new or restored run.
 
   Arguments are those of `train`. All checks come before the first write, but
@@ -257,7 +257,7 @@ def build(
           processes=jax.process_count(),
           jax=jax.__version__,
         )
-        yield hooks_lib.Run(
+        yield hooks_lib.OpenRun(
           task=task,
           config=config,
           workdir=workdir,

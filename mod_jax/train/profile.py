@@ -7,7 +7,7 @@ import jax
 
 from mod_jax import paths
 from mod_jax.errors import UserError
-from mod_jax.train.hooks import Hook, Run
+from mod_jax.train.hooks import Hook, OpenRun
 
 
 def parse(text: str) -> range:
@@ -44,7 +44,7 @@ class Profiler(Hook, contextlib.AbstractContextManager):
   compilation. When the context exits, an unfinished trace is written.
   """
 
-  def __init__(self, run: Run, steps: range | None):
+  def __init__(self, run: OpenRun, steps: range | None):
     self._progress = run.progress
     self._folder = run.workdir / 'profile'
     self._steps = steps or range(0)
