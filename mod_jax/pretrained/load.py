@@ -442,7 +442,7 @@ class Run:
         data cannot be read or do not fit the model.
     """
     require(batches >= 0, '0, for all held-out data, or more', batches=batches)
-    on = self._placed('evaluate', data)
+    on = self._for_evaluation('evaluate', data)
     with jax.set_mesh(on.mesh):
       return evaluation.held_out(
         on.task, on.params, on.model_state, on.mesh, batches=batches
@@ -462,12 +462,12 @@ class Run:
       UserError: as in `evaluate`; or there is no such study, and the message
         lists all studies.
     """
-    on = self._placed('study', data)
+    on = self._for_evaluation('study', data)
     (run,) = evaluation.find_studies(on.task, [name]).values()
     with jax.set_mesh(on.mesh):
       return run(on.params, on.model_state, on.mesh)
 
-  def _placed(self, what: str, data) -> evaluation.Trained:
+  def _for_evaluation(self, what: str, data) -> evaluation.Trained:
     """Returns the weights, on a mesh, and a task that reads the data."""
     task, example = self.task, _DATA.get(type(self.config), _DATA[None])
     if data is not None:

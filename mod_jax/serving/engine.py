@@ -293,7 +293,7 @@ class Engine:
         f' fit max_length={self.max_length}: shorten the prompt, ask for fewer'
         ' tokens, or raise max_length.'
       )
-    arrays, pictures = self._placed(tokens, images, kinds)
+    arrays, pictures = self._prompt_and_pictures(tokens, images, kinds)
     logits_lib.check(temperature, top_k, top_p, min_p)
     require(
       0 <= seed < 2**32 and not seed % 1,
@@ -346,7 +346,7 @@ class Engine:
       )
     return tokens
 
-  def _placed(self, tokens, images, kinds):
+  def _prompt_and_pictures(self, tokens, images, kinds):
     """Returns the fields `prompt` and `pictures` of a `_Request`."""
     config, text = self._program.config, len(tokens) - len(images)
     if not isinstance(config, vlm.VLMConfig):

@@ -133,19 +133,19 @@ def with_weights(
   """
   frozen = None
   if abstract.frozen is not None:
-    frozen = _placed(_part(params, abstract.frozen), abstract.frozen)
+    frozen = _placed_like(_part(params, abstract.frozen), abstract.frozen)
     params = _part(params, abstract.params)
-  params = _placed(params, abstract.params)
+  params = _placed_like(params, abstract.params)
   return state.replace(
     params=params,
     frozen=frozen,
-    model_state=_placed(model_state, abstract.model_state),
+    model_state=_placed_like(model_state, abstract.model_state),
     # Copies: a step donates `params` and `ema`, which must not share buffers.
     ema=None if state.ema is None else jax.tree.map(jnp.copy, params),
   )
 
 
-def _placed(tree, like):
+def _placed_like(tree, like):
   return jax.tree.map(
     lambda x, y: parallel.place(x, y.sharding, y.dtype), tree, like
   )
@@ -179,5 +179,5 @@ def read_frozen(task, abstract: TrainState) -> tuple[Any, str]:
     abstract.all_params, abstract.model_state, task.config.init
   )
   digest = frozen_fingerprint(abstract, params, task.config.init)
-  frozen = _placed(_part(params, abstract.frozen), abstract.frozen)
+  frozen = _placed_like(_part(params, abstract.frozen), abstract.frozen)
   return frozen, digest
