@@ -86,6 +86,8 @@ class DETRConfig(StackedConfig):
   remat: stack_lib.Remat = 'none'  # What is saved for the backward pass.
 
   # Class constants, not fields.
+  kind, noun = 'detector', 'a detector'
+  route_methods = ('amod', 'mod')
   experts = None
   adaptive = None
   lora = None

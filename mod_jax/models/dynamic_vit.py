@@ -45,6 +45,8 @@ class DynamicViTConfig(StackedConfig):
   # Temperature of the Gumbel-softmax in training.
   temperature: config_lib.Temperature = 1.0
 
+  kind, noun = ViTConfig.kind, ViTConfig.noun
+  route_methods = ()  # It is not dense.
   # The backbone's attributes; capacities are fractions of the remaining tokens.
   routing = read_from('backbone.routing')
   experts = read_from('backbone.experts')

@@ -77,6 +77,10 @@ class LMConfig(StackedConfig):
   # Attention backend for whole sequences; None chooses by platform.
   attention: Literal['xla', 'cudnn', 'splash'] | None = None
 
+  # Class constants, not fields.
+  kind, noun = 'language', 'a language model'
+  route_methods = ('mod', 'acm')
+
   def __post_init__(self):
     check = config_lib.validate(self)
     check(

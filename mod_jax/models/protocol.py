@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import linen as nn
 import jax
@@ -44,12 +44,18 @@ class StackedConfig:
   and adaptive modules how much each processed token costs.
 
   Attributes:
+    kind: `Source.kind` of published weights of such a model.
+    noun: what messages call such a model if it is dense, as 'a detector'.
+    route_methods: methods by which `mod_jax.route` takes such a dense model.
     routing: how blocks are routed; None for a model without routed blocks.
     experts: which blocks have experts; None for none.
     adaptive: which modules are split into learners; None for none.
     lora: which maps have low-rank adapters; None for none.
   """
 
+  kind: ClassVar[str]
+  noun: ClassVar[str]
+  route_methods: ClassVar[tuple[str, ...]]
   routing: RoutingConfig | None
   experts: ExpertsConfig | None
   adaptive: AdaptiveConfig | None

@@ -78,6 +78,10 @@ class ViTConfig(StackedConfig):
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
   remat: stack_lib.Remat = 'none'  # What is saved for the backward pass.
 
+  # Class constants, not fields.
+  kind, noun = 'vision', 'a vision transformer'
+  route_methods = ('amod', 'mod', 'dynamic', 'tome', 'evit', 'acm')
+
   def __post_init__(self):
     check = config_lib.validate(self)
     floor = self.image_size // self.patch_size * self.patch_size

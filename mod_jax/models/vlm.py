@@ -87,6 +87,10 @@ class VLMConfig(StackedConfig):
   # Side of the squares of patches whose mean is one token of the picture.
   pooling: config_lib.Size = 1
 
+  # Class constants, not fields.
+  kind, noun = 'vlm', 'a model that sees and reads'
+  route_methods = ('pmod', 'gamma')
+
   def __post_init__(self):
     check = config_lib.validate(self)
     check(

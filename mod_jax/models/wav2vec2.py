@@ -68,6 +68,10 @@ class Wav2Vec2Config(StackedConfig):
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
   remat: stack_lib.Remat = 'none'  # What is saved for the backward pass.
 
+  # Class constants, not fields.
+  kind, noun = 'speech', 'a model of speech'
+  route_methods = ('amod', 'mod', 'acm')
+
   def __post_init__(self):
     check = config_lib.validate(self)
     for name, divisor in (

@@ -11,7 +11,6 @@ from mod_jax.errors import UserError
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.pretrained import source as source_lib
 from mod_jax.pretrained.load import Run, about
 from mod_jax.tasks.experiment import ExperimentConfig
 
@@ -97,8 +96,8 @@ def _with_own(model, source, names):
 
 def _about(init: str, *, of_text: bool) -> Run:
   run = about(init)
-  wanted = source_lib.NAMES[LMConfig if of_text else ViTConfig]
-  found = source_lib.NAMES[type(run.config.dense_twin())]
+  wanted = (LMConfig if of_text else ViTConfig).noun
+  found = run.config.dense_twin().noun
   if found != wanted:
     raise UserError(f'init={init} is {found}: give {wanted}.')
   return run

@@ -30,7 +30,7 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained.load import Run, require_floats
-from mod_jax.pretrained.source import FOLDER, NAMES, WEIGHTS
+from mod_jax.pretrained.source import FOLDER, WEIGHTS
 from mod_jax.runs import workdir
 
 # File of a language model's routers, in formats that hold only dense weights.
@@ -169,7 +169,7 @@ def _check_dense(run, format, dense):
   if isinstance(config, others.get(format, ())):
     raise UserError(
       f"format={format!r} holds no such model: use 'huggingface' or"
-      f" 'safetensors' for {NAMES[type(config)]}."
+      f" 'safetensors' for {config.noun}."
     )
 
   models = [config]

@@ -21,10 +21,8 @@ from mod_jax.models import acm, lm, protocol, vlm
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
-from mod_jax.pretrained import source as source_lib
 from mod_jax.pretrained.load import Run, load, require_floats
 from mod_jax.tasks import make_task
 from mod_jax.tasks.detection import Detection
@@ -35,14 +33,6 @@ from mod_jax.tasks.vision_language import VisionLanguage
 Method = Literal[
   *('amod', 'mod', 'dynamic', 'tome', 'evit', 'acm', 'pmod', 'gamma')
 ]
-# Methods that a dense model supports, by its config.
-_METHODS = {
-  DETRConfig: ('amod', 'mod'),
-  LMConfig: ('mod', 'acm'),
-  ViTConfig: ('amod', 'mod', 'dynamic', 'tome', 'evit', 'acm'),
-  VLMConfig: ('pmod', 'gamma'),
-  Wav2Vec2Config: ('amod', 'mod', 'acm'),
-}
 # Methods without a capacity, and what they have instead.
 _WITHOUT_CAPACITY = {
   'tome': 'it merges a number of tokens in each block; give r=8 instead',
@@ -109,10 +99,10 @@ def route(
     'gamma': _gamma,
   }
   config_lib.choose(method, methods, 'method')
-  if method not in (allowed := _METHODS[type(run.config)]):
+  if method not in (allowed := run.config.route_methods):
     raise UserError(
-      f'method={method!r} is not for {source_lib.NAMES[type(run.config)]}: take'
-      f' one of {", ".join(allowed)}.'
+      f'method={method!r} is not for {run.config.noun}: take one of'
+      f' {", ".join(allowed)}.'
     )
   if capacity is not None and method in _WITHOUT_CAPACITY:
     raise UserError(

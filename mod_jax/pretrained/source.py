@@ -40,8 +40,6 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError, require
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig
-from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import best as best_lib
 from mod_jax.runs import origin as origin_lib
@@ -52,14 +50,6 @@ from mod_jax.tasks.experiment import ExperimentConfig, ModelConfig
 # The files of a folder that `mod_jax.export` writes in our own format.
 FOLDER, WEIGHTS = 'mod_jax.json', 'model.safetensors'
 CLASSES = 'classes.json'  # The class names in a run's directory.
-# Names of dense models in messages, by their configs.
-NAMES = {
-  DETRConfig: 'a detector',
-  LMConfig: 'a language model',
-  ViTConfig: 'a vision transformer',
-  VLMConfig: 'a model that sees and reads',
-  Wav2Vec2Config: 'a model of speech',
-}
 # Preprocessing of most published models. It is assumed for weights if no file
 # beside them has these values.
 _IMAGENET = {

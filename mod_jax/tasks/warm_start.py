@@ -18,22 +18,11 @@ from mod_jax.convert import vit as convert_vit
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
 from mod_jax.models import lm, lora, protocol
-from mod_jax.models.detr import DETRConfig
-from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.models.vlm import VLMConfig
-from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained import source as source_lib
 from mod_jax.runs import best
 from mod_jax.runs import origin as origin_lib
 
-# `Source.kind` of published models, by config class; for others it is 'vision'.
-_KINDS = {
-  LMConfig: 'language',
-  VLMConfig: 'vlm',
-  DETRConfig: 'detector',
-  Wav2Vec2Config: 'speech',
-}
 # Beginnings of the names of a classification head's parameters, by kind.
 _HEADS = {'vision': ('head',), 'detector': ('classes/',)}
 
@@ -81,8 +70,8 @@ def load_weights(
       or names or shapes do not fit.
   """
   source = source_lib.Source.of_init(init, base=base).at(step)
-  kind = None if model is None else _kind(model)
-  found = _kind(source.config) if source.ours else source.kind
+  kind = None if model is None else model.kind
+  found = source.config.kind if source.ours else source.kind
   fits = source.ours if kind is None else found == kind
   if not fits:
     raise UserError(
@@ -139,11 +128,6 @@ def load_weights(
   structure = jax.tree.structure(model_state)
   model_state = jax.tree.unflatten(structure, [merged[name] for name in flat])
   return params, model_state
-
-
-def _kind(config: protocol.StackedConfig) -> str:
-  """Returns the `Source.kind` of published models with this class of config."""
-  return _KINDS.get(type(config), 'vision')
 
 
 def _variables(
