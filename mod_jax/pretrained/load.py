@@ -41,23 +41,14 @@ from mod_jax.sampling.speculation import Draft
 from mod_jax.serving import chat as chat_lib
 from mod_jax.serving import pictures as pictures_lib
 from mod_jax.serving.engine import FAILURES, Engine, Event
+from mod_jax.tasks import MODALITIES, make_task, warm_start
 from mod_jax.tasks import detection as detection_task
-from mod_jax.tasks import make_task, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 from mod_jax.train.task import Study
 
 _BATCH = 32  # Number of pictures that are classified at a time.
 _LENGTH = 2048  # Default for the longest text of a published model, in tokens.
-# Examples of data configs for messages, by type of the model's config; None is
-# for all other models.
-_DATA = {
-  None: 'ImageDataConfig(source="folder", path="photos")',
-  LMConfig: 'TextDataConfig(source="files", files="texts/*.txt")',
-  Wav2Vec2Config: 'AudioDataConfig(source="folder", path="recordings")',
-  DETRConfig: 'DetectionDataConfig(source="coco", path="coco")',
-  VLMConfig: 'ConversationDataConfig(source="table", path="questions.tsv")',
-}
 INT8 = 'int8'  # The `dtype` that rounds matrices to int8.
 
 
@@ -469,7 +460,7 @@ class Run:
 
   def _for_evaluation(self, what: str, data) -> evaluation.Trained:
     """Returns the weights, on a mesh, and a task that reads the data."""
-    task, example = self.task, _DATA.get(type(self.config), _DATA[None])
+    task, example = self.task, MODALITIES[type(self.config)].example
     if data is not None:
       if (wanted := example.partition('(')[0]) != type(data).__name__:
         raise UserError(

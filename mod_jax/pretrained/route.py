@@ -18,17 +18,12 @@ from mod_jax.layers.routing_config import (
   VisionRoutingConfig,
 )
 from mod_jax.models import acm, lm, protocol, vlm
-from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained.load import Run, load, require_floats
-from mod_jax.tasks import make_task
-from mod_jax.tasks.detection import Detection
-from mod_jax.tasks.images import Images
-from mod_jax.tasks.language import Language
-from mod_jax.tasks.vision_language import VisionLanguage
+from mod_jax.tasks import MODALITIES, make_task
 
 Method = Literal[
   *('amod', 'mod', 'dynamic', 'tome', 'evit', 'acm', 'pmod', 'gamma')
@@ -182,17 +177,13 @@ def _completed(config, of, source, key):
     return source
   keys = dict(zip(('params', 'routing'), jax.random.split(key), strict=True))
   fresh = dict(nn.unbox(jax.jit(config.build().init)(keys, config.example())))
-  modality, merge = Images, trees.merge
+  merge = trees.merge
   if isinstance(config, LMConfig):
-    modality, merge = Language, functools.partial(lm.merge, config, of)
-  elif isinstance(config, DETRConfig):
-    modality = Detection
-  elif isinstance(config, VLMConfig):
-    modality = VisionLanguage
+    merge = functools.partial(lm.merge, config, of)
   params = merge(
     fresh['params'],
     source['params'],
-    new=modality.optional,
+    new=MODALITIES[type(config)].optional,
     describe='the dense model',
   )
   return fresh | source | {'params': params}

@@ -12,6 +12,7 @@
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import best
@@ -28,6 +29,16 @@ from mod_jax.tasks.speech import Speech
 from mod_jax.tasks.vision_language import VisionLanguage
 from mod_jax.train import evaluation
 
+# What models read, by class of their configs.
+MODALITIES = {
+  LMConfig: Language,
+  ViTConfig: Images,
+  DynamicViTConfig: Images,
+  DETRConfig: Detection,
+  Wav2Vec2Config: Speech,
+  VLMConfig: VisionLanguage,
+}
+
 
 def make_task(config: ExperimentConfig, workdir=None) -> Plain:
   """Returns the task that an experiment describes.
@@ -35,16 +46,7 @@ def make_task(config: ExperimentConfig, workdir=None) -> Plain:
   `workdir` is the directory of the task's run, or None without a run. Files of
   `Data.files`, such as a tokenizer, are read from there if they exist.
   """
-  if isinstance(config.model, LMConfig):
-    modality = Language(config, workdir)
-  elif isinstance(config.model, DETRConfig):
-    modality = Detection(config)
-  elif isinstance(config.model, Wav2Vec2Config):
-    modality = Speech(config, workdir)
-  elif isinstance(config.model, VLMConfig):
-    modality = VisionLanguage(config)
-  else:
-    modality = Images(config)
+  modality = MODALITIES[type(config.model)](config, workdir)
   # Test this first: a pruned or routed model may have adaptive modules, too,
   # and these are trained after it.
   if config.model.adaptive is not None:

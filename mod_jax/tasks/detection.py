@@ -26,6 +26,7 @@ LEAST_SCORE = 0.5  # Minimum score of the boxes that are drawn.
 class Detection(Vision):
   """Detection of objects in pictures by a DETR."""
 
+  example = 'DetectionDataConfig(source="coco", path="coco")'
   reader = data_lib
   columns = ('mAP', 'mAP50', 'loss')
   main = ('loss', 'mAP', 'mAP50')

@@ -35,6 +35,7 @@ def _number(block: str) -> int:
 class Images(Vision):
   """Classification of images into one of several classes."""
 
+  example = 'ImageDataConfig(source="folder", path="photos")'
   loss_unit = 'image'
   reader = images_lib
   columns = ('accuracy', 'top5', 'loss')
@@ -45,8 +46,8 @@ class Images(Vision):
     lora.PARAMETERS,
   )
 
-  def __init__(self, config):
-    super().__init__(config)
+  def __init__(self, config, workdir=None):
+    super().__init__(config, workdir)
     self.multi_label = config.data.multi_label
     if self.multi_label:
       self.columns, self.main = ('mAP', 'loss'), ('loss', 'mAP')

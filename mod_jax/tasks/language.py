@@ -29,6 +29,7 @@ _DROP = 'drop_'
 class Language(Modality):
   """Next-token prediction; routed models are judged under each routing rule."""
 
+  example = 'TextDataConfig(source="files", files="texts/*.txt")'
   unit, loss_unit = 'tokens', 'token'
   row = 'sequences'
   columns = ('loss', 'perplexity', 'bits_per_byte')
@@ -44,11 +45,10 @@ class Language(Modality):
     run at `config.init`, since the text that it learned from may have changed.
     If both lack the tokenizer, it is learned from the training text.
     """
-    super().__init__(config)
+    super().__init__(config, workdir)
     self.length = (config.data.length,)
     # `accuracy` is how often a causal routing rule agrees with top-k.
     self.rising = () if config.model.routing is None else ('accuracy',)
-    self._workdir = workdir
 
   @functools.cached_property
   def _data(self) -> text.TextDataConfig:
@@ -58,7 +58,7 @@ class Language(Modality):
       return data
     # `kept` looks in this run first, then in the run at `init`, whose weights
     # need the tokenizer that they were trained with.
-    path = self.kept(_TOKENIZER, self._workdir) or text.learn_tokenizer(data)
+    path = self.kept(_TOKENIZER) or text.learn_tokenizer(data)
     return dataclasses.replace(
       data, tokenizer='huggingface', tokenizer_path=str(path)
     )

@@ -29,6 +29,7 @@ class Modality(Data):
 
   Attributes:
     config: config of the experiment.
+    example: an example of a config of the data, for messages.
     row: what a row of a batch is, in the plural, such as 'images'.
     length: arguments of a model's `flops_table`: the number of tokens of a
       sequence; empty if the model's config determines that number.
@@ -39,23 +40,24 @@ class Modality(Data):
       missing from the model or from the weights that it starts from.
   """
 
+  example: str
   row: str
   columns: tuple[str, ...]
   loss_unit: str = ''
   length: tuple[int, ...] = ()
   optional: tuple[str, ...] = ()
 
-  def __init__(self, config):
-    """Keeps the config; reads no data."""
-    self.config = config
+  def __init__(self, config, workdir=None):
+    """Keeps the config and the run's directory; reads no data."""
+    self.config, self._workdir = config, workdir
 
-  def kept(self, name: str, workdir) -> epath.Path | None:
-    """Returns the file `name` in `workdir`, or else in the run at `init`.
+  def kept(self, name: str) -> epath.Path | None:
+    """Returns the file `name` of this run, or else of the run at `init`.
 
     Returns None if both lack the file. Runs keep what was made of the training
     data, such as a tokenizer, since the data may change.
     """
-    directories = filter(None, (workdir, self.config.init))
+    directories = filter(None, (self._workdir, self.config.init))
     files = (workdir_lib.expand(path) / name for path in directories)
     return next((file for file in files if file.is_file()), None)
 

@@ -23,6 +23,7 @@ from mod_jax.tasks.modality import ROWS, Modality, table
 class Speech(Modality):
   """Transcription of recordings."""
 
+  example = 'AudioDataConfig(source="folder", path="recordings")'
   unit = 'frames'
   row = 'recordings'
   columns = ('wer', 'cer', 'loss')
@@ -38,15 +39,14 @@ class Speech(Modality):
     On first use, a vocabulary that was made of transcripts is read from
     `workdir`, or else from the run at `config.init`.
     """
-    super().__init__(config)
-    self._workdir = workdir
+    super().__init__(config, workdir)
     self._frames = config.model.frames
     self.length = (max(1, self._frames(config.data.samples[-1])),)
 
   @functools.cached_property
   def vocabulary(self) -> Characters:
     """The vocabulary of the data, read or made on first use."""
-    file = self.kept(characters.VOCABULARY, self._workdir)
+    file = self.kept(characters.VOCABULARY)
     if file is None or self.config.data.vocabulary:
       return audio.make_vocabulary(self.config.data)
     return Characters.read(file)

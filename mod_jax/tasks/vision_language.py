@@ -35,6 +35,7 @@ class VisionLanguage(Modality):
   The loss is on answers and, with `data.marks`, on the digits in the pictures.
   """
 
+  example = 'ConversationDataConfig(source="table", path="questions.tsv")'
   unit, loss_unit = 'tokens', 'token'
   row = 'conversations'
   columns = ('accuracy', 'loss')
@@ -46,8 +47,8 @@ class VisionLanguage(Modality):
     *(r'tower/prediction_\d+/.*', r'tower/pattern_\d+', lora.PARAMETERS),
   )
 
-  def __init__(self, config):
-    super().__init__(config)
+  def __init__(self, config, workdir=None):
+    super().__init__(config, workdir)
     data = config.data
     places = data.pictures * config.model.num_patches
     self.length = ((places + data.length, data.pictures),)
