@@ -24,9 +24,8 @@ def test_center_crop_is_resizing_the_shorter_side_and_cutting():
 )
 def test_where_a_crop_begins_between_two_pixels(rounding, left):
   for width, start in enumerate(left, start=12):
-    image = Image.fromarray(
-      np.arange(12 * width, dtype=np.uint8).reshape(12, -1)
-    )
+    pixels = np.arange(12 * width, dtype=np.uint8).reshape(12, width)
+    image = Image.fromarray(pixels)
     cropped = resize.center_crop(image, 12, rounding=rounding)
     expected = pixels[:, start : start + 12]
     np.testing.assert_array_equal(np.asarray(cropped), expected)
