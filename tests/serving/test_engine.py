@@ -27,11 +27,11 @@ MOD = dataclasses.replace(
   num_heads=4,
   num_kv_heads=2,
   tied_head=False,
-  routing=MoDConfig(capacity=0.5, offset=0),
+  routing=MoDConfig(capacity=0.5, offset=0, threshold_decay=0.9),
 )
 MODES = {
   'exact': RoutingMode(rule='router', chunk=2),
-  'drop': RoutingMode(rule='router', overflow='drop', slack=1.0, chunk=2),
+  'drop': RoutingMode(rule='threshold', overflow='drop', slack=1.0, chunk=2),
 }
 
 
