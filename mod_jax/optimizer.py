@@ -74,7 +74,11 @@ class OptimizerConfig:
 
   @property
   def switches(self) -> dict[str, bool]:
-    """Whether each field, by dotted path, adds to the optimiser's state."""
+    """Whether each part that adds to the optimiser's state is switched on.
+
+    Keys are fields of the experiment, for messages; `layer_decay` stands for
+    `rules`, too, since both scale the rates of parameters.
+    """
     return {
       'optimizer.clip_norm': self.clip_norm > 0,
       'optimizer.layer_decay': bool(self.rules) or self.layer_decay != 1,
@@ -110,8 +114,8 @@ def make_optimizer(
   SGD adds it to the gradient, and its momentum is not Nesterov's. Parameters
   with a later first step accumulate moments until then, which avoids large
   first updates. The norm to clip excludes permanently frozen parameters, and
-  predictors have a norm of their own. Raises UserError if the warm-up, or a
-  rule's first step, lies beyond the run's end.
+  that of routers' predictors (`layers.routed.Predictor`) is another. Raises
+  UserError if the warm-up, or a rule's first step, lies beyond the run's end.
   """
   rules = tuple(
     (pattern, factor, config_lib.steps_of(first, num_steps))

@@ -24,7 +24,7 @@ MESH_AXES = ('data', 'fsdp', 'expert', 'tensor')
 RULES = {
   # Activations.
   'batch': ('data', 'fsdp', 'expert'),
-  # Rows of arrays that the mesh axis `expert` splits along their experts.
+  # Rows of arrays with an axis of experts, which the mesh axis `expert` splits.
   'expert_batch': ('data', 'fsdp'),
   'length': (),
   'act_embed': (),
@@ -127,9 +127,9 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
   sizes = {len(part) for part in parts}
   if len(sizes) > 1 or len(set().union(*parts)) != sum(map(len, parts)):
     raise UserError(
-      f'mesh={dict(mesh.shape)} gives hosts some rows in common and others not,'
-      ' so that no part of a batch is theirs alone to read: let mesh.tensor'
-      ' divide the devices of a host, or be a multiple of them.'
+      f'mesh={dict(mesh.shape)} gives hosts some rows of a batch in common and'
+      ' others not, so they cannot divide the reading: let mesh.tensor divide'
+      ' the devices of a host, or be a multiple of them.'
     )
   return mesh
 

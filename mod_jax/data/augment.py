@@ -3,8 +3,10 @@
 Images are RGB `PIL.Image`s until they are normalised, S x S pixels (`size`).
 What is not random (`resize.center_crop`, or `reduce` before random crops) is
 done first, so that its result can be cached. All randomness comes from the
-NumPy generator `rng` that is passed in, one for each image or batch. A batch
-has 'image', float32 [B, S, S, 3], and 'target', float32 [B, V].
+NumPy generator `rng` that is passed in, one for each image or batch. `images`
+makes it from the seed and the position in the data, so that a continued run
+draws the same numbers. A batch has 'image', float32 [B, S, S, 3], and 'target',
+float32 [B, V].
 """
 
 import dataclasses

@@ -3,6 +3,7 @@
 A fingerprint is a small JSON object that does not depend on where the data are
 stored: names, sizes and hashes of the content. Of large data a fixed sample is
 read; a change outside of the sample that keeps all sizes is not detected.
+`runs.origin.check_data` compares a run's fingerprints when it continues.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -37,8 +37,9 @@ class ExpertsConfig:
   """Which blocks have experts, how many, and who chooses whom."""
 
   num_experts: config_lib.Unrolled = 8  # Number of experts (E).
-  # K, number of choices of each token. Must be 1 for expert choice, where each
-  # token has `capacity_factor` times `compute_share` experts on average.
+  # K, number of choices of each token. Must be 1 for expert choice, where a
+  # token may have any number of experts; their mean is `capacity_factor` times
+  # `compute_share`.
   per_token: config_lib.Unrolled = 1
   # Who chooses. Experts choose among all tokens of a sequence, which is not
   # causal; see `threshold_decay`.
@@ -182,7 +183,8 @@ class ExpertMLPConfig(Slot):
   def flops(self, tokens):
     """Returns forward FLOPs by part, including those of empty slots.
 
-    Adapters are not counted: they are added to the kernels once per batch.
+    Low-rank adapters cost nothing here: they are added to the kernels once per
+    batch, whatever its tokens.
     """
     config = self.experts
     # Without a slot limit, only choices of experts cost FLOPs, not no-ops.
@@ -283,7 +285,7 @@ class ExpertMLP(nn.Module):
     if config.choice == 'token':
       chosen_BLKX = self._tokens_choose(logits_BLX)
       wanted_BLX = chosen_BLKX.any(axis=2) & valid_BL[..., None]
-      weight_BLX = self._shared(weight_BLX, wanted_BLX)
+      weight_BLX = self._normalized(weight_BLX, wanted_BLX)
     else:
       wanted_BLX = self._experts_choose(weight_BLX, valid_BL, count_B)
     ran_BLE = wanted_BLX[..., :experts]
@@ -348,7 +350,7 @@ class ExpertMLP(nn.Module):
       logits_BLX = jnp.where(chosen[-1], -jnp.inf, logits_BLX)
     return jnp.stack(chosen, axis=2)
 
-  def _shared(self, weight_BLX, wanted_BLX):
+  def _normalized(self, weight_BLX, wanted_BLX):
     """Divides a token's weights by the sum of the weights that it chose.
 
     In two cases the weights are returned as they are. With no-ops, the division

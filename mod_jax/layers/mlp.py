@@ -20,11 +20,11 @@ from mod_jax.layers.token_info import TokenInfo
 class MLPConfig(Slot):
   """Sizes and kind of a dense feed-forward."""
 
-  tells = False
+  tells = False  # `run` returns no aux.
 
   width: config_lib.Size  # Features in and out.
   hidden: config_lib.Size  # Hidden units.
-  # Activation.
+  # Activation; swiglu has a third linear map, `gate`.
   kind: Literal['swiglu', 'gelu', 'gelu_tanh', 'quick_gelu', 'relu'] = 'swiglu'
   bias: bool = False  # Biases of the linear maps.
   out_scale: float = 1.0  # Factor on the last kernel's initial std.

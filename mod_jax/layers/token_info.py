@@ -99,8 +99,9 @@ class TokenInfo:
   ) -> 'TokenInfo':
     """Returns the facts of the chosen tokens; empty slots become invalid.
 
-    `count_B` is the field of the result: each row's number of slots, which
-    unlike the number of chosen tokens does not depend on later tokens.
+    `count_B` is the field of the result: the length of each row, for experts
+    within the block. A row's number of slots is taken for it, since the number
+    of chosen tokens may depend on later tokens.
     """
     gathered = jax.tree.map(
       lambda x: routing.gather_tokens(x, selection.index_BK),

@@ -2,7 +2,8 @@
 
 An assignment is a pair of a token and an expert. Each token has up to J
 assignments, which are ordered by token. A slot is the place of one token in an
-expert's batch.
+expert's batch. `layers.experts` decides who chooses, and how many slots there
+are; its residual connection carries the tokens that get none.
 """
 
 import jax

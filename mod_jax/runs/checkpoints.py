@@ -161,9 +161,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         ),
       ),
     )
-    # Orbax would query JAX's preemption service by the step of this run, while
-    # the loop queries it by a count of the steps of all runs of the process
-    # (`stop.after_step`). With both, the service could miss a stop.
+    # The loop asks JAX's preemption service itself (`stop.after_step`). The
+    # service expects numbers that only grow: the loop counts the steps of all
+    # runs of the process. Orbax would ask by this run's step, which may be
+    # lower, and the service could then miss a stop.
     manager.reached_preemption = lambda step: False
     return manager
 

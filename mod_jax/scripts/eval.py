@@ -105,13 +105,21 @@ def define_flags() -> None:
   flags.DEFINE_integer('top_k', 0, 'Draw among so many; 0 for all.')
   flags.DEFINE_float('top_p', 0.95, 'Nucleus to draw from.')
   flags.DEFINE_integer(
-    'seed', 0, 'Of the samples.', lower_bound=0, upper_bound=2**32 - 1
+    'seed',
+    0,
+    'Of the random numbers of --sample.',
+    lower_bound=0,
+    upper_bound=2**32 - 1,
   )
   flags.DEFINE_string(
-    'rule', None, 'Causal rule to sample under, of those trained for.'
+    'rule',
+    None,
+    'Causal rule of --sample, of those that the model was trained for.',
   )
   flags.DEFINE_enum(
-    'overflow', 'exact', ['exact', 'drop'], 'Room in the routed caches.'
+    *('overflow', 'exact', ['exact', 'drop']),
+    'Caches of routed blocks in --sample: exact has room for all tokens, drop'
+    ' for 1.25 times the capacity.',
   )
 
 

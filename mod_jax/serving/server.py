@@ -301,8 +301,8 @@ class _Server:
         prompts = asked.prompts
       if asked.schema is not None:
         more['schema'] = await self._compiled(asked.schema)
-      # `settings` is called for each prompt: if the request has no seed, every
-      # prompt gets another one, so equal prompts are continued differently.
+      # `settings` is called for each prompt: if the request has no seed, it
+      # draws one for every prompt, so equal prompts are continued differently.
       wanted = [
         (prompt, choice | more)
         for prompt in prompts

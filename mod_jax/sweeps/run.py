@@ -40,7 +40,8 @@ class Job:
   config: ExperimentConfig
   folder: epath.Path  # Directory of the run.
   path: epath.Path  # File of the run's result.
-  # Hash of the manifest, or of a grid point's config; repeated in the result.
+  # Hash of the manifest, or of a grid point's config. The result repeats it as
+  # `manifest`, which tells a result of this plan from one of an earlier plan.
   origin: str
 
   def result(self) -> dict[str, Any] | None:

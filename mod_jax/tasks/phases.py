@@ -35,9 +35,9 @@ from mod_jax.train import loop
 from mod_jax.train import profile as profile_lib
 
 _FINAL_RATE = 1e-6  # Learning rate at the end of every phase.
-# Changes to phases before the last, which may measure other metrics than the
-# one that `checkpoint.best` names.
-_UNJUDGED = {'checkpoint.best': None, 'train.early_stop': 0}
+# Phases before the last ignore these settings: they may not measure the metric
+# that `checkpoint.best` names.
+_WITHOUT_BEST = {'checkpoint.best': None, 'train.early_stop': 0}
 
 
 def _rules(config: ExperimentConfig, phase: str):
@@ -136,7 +136,7 @@ def expand(
     directory, run = workdir, _phase(config, name, init)
     if name != phases[-1]:
       directory = workdir / f'{workdir_lib.PHASE}{name}'
-      run = config_lib.replace(run, _UNJUDGED)
+      run = config_lib.replace(run, _WITHOUT_BEST)
     runs.append((directory, run))
     init = str(directory)
   return runs
@@ -225,7 +225,7 @@ def _dense(config: ExperimentConfig) -> ExperimentConfig:
     'optimizer.rules': (),
     'train.frozen': None,
     'train.capacity_warmup_steps': 0,
-    **_UNJUDGED,
+    **_WITHOUT_BEST,
   }
   return _run_of(config, 'dense', config.dense, changes)
 

@@ -1,4 +1,4 @@
-"""What is called causal is: no output changes with what comes after it.
+"""What the library calls causal is causal: no output depends on later tokens.
 
 One table for training and evaluation: each form of routing with each content of
 a block. A mechanism that the table lacks fails `TestTable`: add it here.
@@ -106,13 +106,13 @@ def table():
   for routing, block in itertools.product(ROUTING, BLOCKS):
     try:
       config = config_of(routing, block)
-    except errors.UserError:  # Their training does not go together.
+    except errors.UserError:  # No model has both.
       continue
     if config.num_routed:
       modes = [(config.routing_mode(rule), False) for rule in config.rules[1:]]
       if routing == 'top-k':
         modes.append((RoutingMode(rule='never'), False))
-        # All others drop in training.
+        # Rules other than top-k drop tokens in training.
         modes += [
           (dataclasses.replace(mode, overflow='drop', slack=1.0), False)
           for mode, _ in modes
@@ -158,9 +158,9 @@ def compiled_loops():
 def run(routing, block, mode, trains, tokens_BL):
   """Returns the output, operation by operation: compiling takes longer.
 
-  Learners are chosen without noise. It goes by slots, and which slot a token
-  has depends on later tokens; but all noise is alike, so nothing is learnt by
-  it.
+  Learners are chosen without noise. Noise is drawn for slots, and which slot a
+  token has depends on later tokens, so outputs would differ. This is no leak:
+  noise is independent of the tokens, so a model cannot learn anything from it.
   """
   kwargs = {'learners': 'train', 'noise': False} if trains else {}
   model = config_of(routing, block).build(train=trains, **kwargs)
@@ -237,7 +237,8 @@ def test_a_router_of_nan_is_not_passed_by(routing, block, rule):
   assert jnp.isnan(output.logits_BLV).all() == (part == 'router')
 
 
-# What changes no token's choice, or is no mechanism of its own.
+# Fields that the table may lack: they change no token's choice, or belong to a
+# mechanism that it has.
 EXEMPT = {
   # Layouts, whose results are compared with the plain one's elsewhere.
   *('scan_layers', 'remat', 'dtype', 'attention'),
