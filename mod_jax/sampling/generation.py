@@ -276,13 +276,14 @@ def _check_room(
     expected = f', where each takes {kept} places for pictures beside its text'
   longest = kept + int(counted_BP.sum(axis=-1).max())
   require(
-    longest + max_new_tokens <= max_length <= _MOST_TOKENS,
-    'prompt + max_new_tokens <= max_length, the size of the cache, and'
-    f' max_length <= {_MOST_TOKENS:,}{expected}',
+    longest + max_new_tokens <= max_length,
+    f'prompt + max_new_tokens <= max_length, the size of the cache{expected}',
     prompt=longest,
     max_new_tokens=max_new_tokens,
     max_length=max_length,
   )
+  most = f'{_MOST_TOKENS:,} at most'
+  require(max_length <= _MOST_TOKENS, most, max_length=max_length)
 
 
 def check_rule(config: lm.LMConfig, mode: RoutingMode) -> None:
