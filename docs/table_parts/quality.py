@@ -109,7 +109,7 @@ def _converted() -> list[str]:
     return f'{label} {line[key]:.2f} ({ratio:.2f})'
 
   return [
-    f'SmolLM2-135M, trained on for {trained}, nats/token, one seed'
+    f'SmolLM2-135M, trained for a further {trained}, nats/token, one seed'
     ' (`benchmarks/convert_smollm2.py`)',
     f'{cell("all blocks", "dense", "loss")}, '
     + cell(

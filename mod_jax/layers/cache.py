@@ -76,7 +76,8 @@ class KVCache:
   ) -> 'KVCache':
     """Returns the cache with the valid tokens added, as far as slots suffice.
 
-    `rows_R` are the rows of the cache; indices past the batch are ignored.
+    There are T new tokens for each of R rows of the cache, `rows_R`. Indices
+    past the batch are ignored.
     """
     if valid_RT is None:
       valid_RT = jnp.ones(position_RT.shape, bool)

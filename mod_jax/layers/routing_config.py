@@ -286,7 +286,8 @@ class MoDConfig(RoutingConfig):
   # Part of a block that only the chosen tokens enter; all tokens enter the
   # rest. With `mlp`, the router reads the features after the attention.
   part: Part = 'block'
-  # Slots of a block trained by a causal rule, as a multiple of its capacity.
+  # Most tokens of a block in training by a causal rule, as a multiple of its
+  # capacity.
   train_slack: Annotated[float, config_lib.Range(ge=1)] = 1.25
 
   def __post_init__(self):

@@ -182,8 +182,8 @@ def earlier_losses(
     jnp.repeat(target_BT4, layers, axis=0),
   )
   # N times the mean over all layers is the sum of the layers' means, because
-  # all layers have the same number of objects and, since each matches as many
-  # queries, the same sum of class weights.
+  # all layers have the same number of objects. Each layer matches one query to
+  # each object, so the sums of class weights are the same, too.
   return [
     (layers * total, count) for total, count in found.weighted(class_weight)
   ]

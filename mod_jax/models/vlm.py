@@ -124,7 +124,7 @@ class VLMConfig(StackedConfig):
       last = self.tower.stages[-1]
       check(
         self.tower_depth > last,
-        f'a block after the stage before block {last}, which drops patches',
+        f'one behind the first {last} blocks, where patches are dropped last',
         'feature_layer',
       )
     check(

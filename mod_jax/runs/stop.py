@@ -1,10 +1,10 @@
-"""Notes signals to stop at once, and obeys them where nothing is lost.
+"""Signals to stop: noted at once, and obeyed where nothing is lost.
 
 SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1 (which Slurm can send as an early
 warning) only set a flag. The loop checks it after each step, evaluations check
-it after each batch; then the state is saved and training returns. A signal that
-was ignored when the process began stays ignored, as `nohup` and background jobs
-of a shell require.
+it after each batch; then `train.hooks.Save.now` writes a checkpoint, and
+training returns. A signal that was ignored when the process began stays
+ignored, as `nohup` and background jobs of a shell require.
 
 Python runs signal handlers between bytecode instructions: a signal during a
 long compilation is only handled when that is over.

@@ -75,16 +75,16 @@ class OpTests(abc.ABC):
 
   Attributes:
     name: of the operation.
-    inputs: how many of its arrays, the first, have gradients.
+    inputs: number of its arrays that have gradients; these come first.
     dtypes: of its results; None for that of the first array.
     weights: of the results in the loss that is differentiated; a result of
       weight 0 is not read at all.
-    sizes: of blocks, for all backends, that small arrays do not fill.
+    sizes: sizes of blocks for all backends, larger than some of the arrays.
     cases: the first one is small, and is for all backends.
     refused: changes of what `draw` returns, by place or by name, and the
       message of the error.
-    lacking: a backend, options of `draw` for what it does not take and others
-      do, and the message of the error.
+    lacking: a backend; options of `draw` for inputs that it refuses, though
+      other backends take them; and the message of the error.
     targets: programs for other platforms.
   """
 
@@ -106,7 +106,10 @@ class OpTests(abc.ABC):
   @staticmethod
   @abc.abstractmethod
   def plain(*arrays, **static):
-    """Returns what the operation does, as its definition reads."""
+    """Returns what the operation does, as its definition reads.
+
+    Every backend is compared with it, the backend `xla` (`reference.py`), too.
+    """
 
   @classmethod
   def call(cls, *arrays, **static):
@@ -194,7 +197,7 @@ class OpTests(abc.ABC):
       'backend': lambda: [row(name) for name in here],
       'changes, message': lambda: self.refused,
       'lacking, options, message': lambda: [row(*x) for x in self.lacking],
-      # For one of two kinds each, in turns.
+      # Each program is compiled for one of the two kinds of TPU, in turns.
       'topology, tpu_target': lambda: [
         *zip(itertools.cycle(TPUS), targets('tpu'), strict=False)
       ],

@@ -88,8 +88,8 @@ class TestRouteScores(OpTests):
   cases = (
     Case('tokens and causal', masked='tokens', causal=True),
     Case('one token', shape=(2, 1, 2, 32)),
-    # More than one block, and one that is not whole; and the same in one.
-    # Triton's interpreter is slow, and gets smaller ones.
+    # Lengths of several blocks, the last of them not full, and blocks that hold
+    # the whole row. Triton's interpreter is slow, so it gets shorter rows.
     *(
       Case(name + kind, backends=PALLAS, sizes=sizes, **options)
       for name, options in {

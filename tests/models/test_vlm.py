@@ -506,7 +506,7 @@ def test_only_a_learned_router_has_a_loss_of_its_choice(score):
   [
     (
       lambda: config_lib.replace(PRUNED, {'tower.stages': (1,)}),
-      'feature_layer=-2: expected a block after the stage before block 1',
+      'feature_layer=-2: expected one behind the first 1 blocks',
     ),
     (lambda: dataclasses.replace(PRUNED, pooling=2), 'pooling=2: expected 1'),
     *(
