@@ -62,7 +62,7 @@ class TestRules:
     untrained = dataclasses.replace(CHOOSING, threshold_decay=0.0)
     deaf = dataclasses.replace(INTEGRATED, experts=untrained)
     assert INTEGRATED.rules == ()
-    assert STAGED.rules == ('top_k', 'router', 'threshold')
+    assert STAGED.rules == ('top_k', 'threshold', 'router')
     assert choose.rules == ('top_k', 'threshold')
     assert deaf.rules == ('top_k',)
     both = dataclasses.replace(STAGED, experts=untrained)
