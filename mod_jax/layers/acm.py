@@ -346,11 +346,14 @@ class Gate(nn.Module):
         (features,), ('replicated', 'replicated'), bias=True, name=name
       )
 
-    hidden_BLF = linear(self.config.gate_hidden, 'hidden')(
-      z_BLD.astype(jnp.float32)
-    )
-    hidden_BLF = mlp.gelu(hidden_BLF)
-    return linear(self.config.num_choices, 'logits')(hidden_BLF)
+    # Keep accelerators from rounding to bfloat16: the forward pass and decoding
+    # could then disagree about the largest logit.
+    with jax.default_matmul_precision('highest'):
+      hidden_BLF = linear(self.config.gate_hidden, 'hidden')(
+        z_BLD.astype(jnp.float32)
+      )
+      hidden_BLF = mlp.gelu(hidden_BLF)
+      return linear(self.config.num_choices, 'logits')(hidden_BLF)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

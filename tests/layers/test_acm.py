@@ -162,6 +162,17 @@ class TestGradients:
     assert jnp.abs(grads['gate']['logits']['bias'].sum()) < 1e-4
 
 
+def test_a_gate_multiplies_in_full_precision(equations):
+  gate = acm.Gate(FFN)
+  jaxpr = jax.make_jaxpr(gate.init)(jax.random.key(0), jnp.zeros((1, 1, 6)))
+  products = [
+    e.params['precision']
+    for e in equations(jaxpr.jaxpr)
+    if e.primitive.name == 'dot_general'
+  ]
+  assert products == [(jax.lax.Precision.HIGHEST,) * 2] * 2
+
+
 def test_choices_are_drawn_from_the_softmax_of_the_logits():
   params = always(PROJECTION, parameters(PROJECTION), 1)
   logits = np.array([0.5, -0.5, 1.0], np.float32)
