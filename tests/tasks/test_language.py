@@ -113,7 +113,7 @@ def reference(task, params, model_state, rule):
 
 
 class TestEvaluate:
-  RULES = ('top_k', 'router', 'predictor', 'threshold')
+  RULES = ('top_k', 'threshold', 'router', 'predictor')
 
   @pytest.mark.slow
   def test_every_rule_has_its_numbers(self, make):
@@ -171,7 +171,7 @@ class TestEvaluate:
     assert metrics['router/drop_loss'] == pytest.approx(alone, rel=1e-5)
     assert metrics['router/drop_loss'] != metrics['router/loss']
     assert drops.isdisjoint(task.main_metrics(metrics))
-    _, _, top_k, router, *_ = capsys.readouterr().out.splitlines()
+    _, _, top_k, _, router, *_ = capsys.readouterr().out.splitlines()
     assert router.split()[-1] == f'{metrics["router/drop_loss"]:.4f}'
     assert top_k.split()[-1] == '-'
 
