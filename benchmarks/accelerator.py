@@ -221,16 +221,16 @@ def main(_):
       missing.append(f'isoflop/{variant}')
     else:
       gather(f'isoflop_{variant}', {'environment': environment, 'runs': rows})
-  told = []
+  problems = []
   if wrong:
-    told.append(f'too far from the reference: {", ".join(wrong)}.')
+    problems.append(f'too far from the reference: {", ".join(wrong)}.')
   if missing:
-    told.append(
+    problems.append(
       f'not finished: {", ".join(missing)}. Their logs are in {folder}; the'
       ' same command goes on.'
     )
-  if told:
-    raise SystemExit(' '.join(told))
+  if problems:
+    raise SystemExit(' '.join(problems))
 
 
 if __name__ == '__main__':

@@ -161,10 +161,6 @@ def with_malloc(tunables: str) -> None:
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
-# Of the matrix products of XLA and oneDNN, from the best, as Linux names them.
-_INSTRUCTIONS = ('amx_bf16', 'avx512_bf16', 'avx512f', 'avx2')
-
-
 def environment() -> dict[str, str]:
   """Returns device and versions, to be recorded with every result."""
   device = jax.devices()[0]
@@ -180,6 +176,10 @@ def environment() -> dict[str, str]:
     'glibc_tunables': os.environ.get('GLIBC_TUNABLES', ''),
     'xla_flags': os.environ.get('XLA_FLAGS', ''),
   }
+
+
+# Of the matrix products of XLA and oneDNN, from the best, as Linux names them.
+_INSTRUCTIONS = ('amx_bf16', 'avx512_bf16', 'avx512f', 'avx2')
 
 
 def _processor() -> str:

@@ -390,7 +390,6 @@ def _parse_flags(argv, *, positional=False):
 
 def _take_overrides(argv):
   """Moves --config.FIELD=VALUE to `_overrides`; returns the other arguments."""
-  _overrides.clear()
   remaining = []
   arguments = iter(argv)
   for argument in arguments:

@@ -416,6 +416,8 @@ def test_an_empty_key_is_refused(flags, monkeypatch):
 def test_the_rule_is_chosen_by_name(folder, monkeypatch):
   argv = ['mod-jax-serve', f'--model={folder}', '--rule=threshold']
   monkeypatch.setattr('sys.argv', argv)
+  # With another rule it would serve, and not end.
+  monkeypatch.setattr(serve.Engine, 'warm_up', lambda *_: sys.exit('started'))
   # The model was trained for the router's rule alone.
   command_line.assert_refused(
     command_line.call(serve.run), "rule='threshold' cannot generate"
