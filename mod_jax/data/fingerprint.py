@@ -23,6 +23,7 @@ _BLOCK = 2**16
 _RECORDS = 16  # Records that are read from a data set.
 _THREADS = 16  # Hides the latency of network file systems.
 _MAX_NAMED = 3  # Files that a message names; it only counts the rest.
+_OF_FILES = ('count', 'names', 'files')  # What `of_files` returns.
 _GROUPS = {'train': 'training', 'held_out': 'held-out'}
 
 
@@ -87,22 +88,24 @@ def differences(
   before: Mapping[str, Any], now: Mapping[str, Any], where: str = ''
 ) -> list[str]:
   """Returns short descriptions of the differences of two fingerprints."""
-  messages = []
-  for key in [*before, *(key for key in now if key not in before)]:
+  messages, keys = [], [*before, *(key for key in now if key not in before)]
+  if 'files' in before and 'files' in now:
+    messages = _changed_files(before, now, where.rstrip())
+    keys = [key for key in keys if key not in _OF_FILES]
+  for key in keys:
     old, new = before.get(key), now.get(key)
     if old == new:
       continue
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-      if 'files' in old and 'files' in new:
-        messages += _changed_files(old, new, _GROUPS.get(key, key))
-      else:
-        messages += differences(old, new, f'{_GROUPS.get(key, key)} ')
+      messages += differences(old, new, f'{_GROUPS.get(key, key)} ')
     else:
       messages.append(f'{where}{key}: {old} -> {new}')
   return messages
 
 
 def _changed_files(old, new, group) -> list[str]:
+  if all(old[key] == new[key] for key in _OF_FILES):
+    return []
   before, now = old['files'], new['files']
   messages = []
   if old['count'] == len(before) and new['count'] == len(now):

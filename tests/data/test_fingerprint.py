@@ -66,6 +66,16 @@ def test_what_changed_is_named(root, change, expected):
   assert said(before, of_files(root)) == expected
 
 
+def test_what_changed_beside_the_files_is_named(root):
+  before, now = ({**of_files(root), 'labels': x} for x in 'ab')
+  assert said(before, now) == ['training labels: a -> b']
+  gone(root, 0)
+  assert said(before, of_files(root) | {'labels': 'b'}) == [
+    'the training file 0.txt is gone',
+    'training labels: a -> b',
+  ]
+
+
 def test_of_very_many_files_a_sample_is_listed(root, monkeypatch):
   monkeypatch.setattr(fingerprint, '_FILES', 3)
   before = of_files(root)
