@@ -121,12 +121,12 @@ class Coco:
     return image, objects
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns a fingerprint of names and objects; reads no pictures."""
-    objects = [
-      (self.name(i), x.label_N.tolist(), x.box_N4.tolist())
-      for i, x in enumerate(self._objects)
-    ]
-    return {'count': len(objects), 'objects': fingerprints.of_value(objects)}
+    """Returns a fingerprint of the pictures and their objects."""
+    names = [self.name(i) for i in range(len(self))]
+    objects = [(x.label_N.tolist(), x.box_N4.tolist()) for x in self._objects]
+    return fingerprints.of_files(
+      [(name, os.fspath(self._folder / name)) for name in names]
+    ) | {'objects': fingerprints.of_value(objects)}
 
   def _fault(self, what: str) -> errors.UserError:
     return errors.UserError(

@@ -369,8 +369,12 @@ class Examples:
     return len(self._examples)
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns a fingerprint of the texts, and of the names of pictures."""
-    return {'examples': fingerprints.of_value(repr(self._examples))}
+    """Returns a fingerprint of the texts and the pictures."""
+    shown = (image for images, _ in self._examples for image in images)
+    names = [x for x in dict.fromkeys(shown) if isinstance(x, str)]
+    return fingerprints.of_files(
+      [(name, os.fspath(self._folder / name)) for name in names]
+    ) | {'examples': fingerprints.of_value(repr(self._examples))}
 
   def load(self, index: int) -> Conversation:
     images, turns = self._examples[index]

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from mod_jax.data import coco, detection
+from mod_jax.data import coco, detection, fingerprint
 from mod_jax.errors import UserError
 
 # Ids of categories have gaps, and pictures are of different shapes.
@@ -80,17 +80,15 @@ def test_both_splits_number_categories_alike(tmp_path):
     detection.open_split(swapped, 'eval')
 
 
-def test_a_changed_box_is_noticed(tmp_path):
-  size = {'width': 40, 'height': 20}
-  ids = range(40)
-  data = DATA | {
-    'images': [{'id': i, 'file_name': f'{i}.png'} | size for i in ids],
-    'annotations': [
-      {'image_id': i, 'category_id': 7, 'bbox': [4, 2, 8, 10]} for i in ids
-    ],
-  }
+def test_a_changed_box_or_picture_is_noticed(tmp_path):
+  data = copy.deepcopy(DATA)
   before = coco.Coco(write(tmp_path, data), 'train').fingerprint()
   assert coco.Coco(write(tmp_path, data), 'train').fingerprint() == before
+  Image.new('RGB', (10, 30)).save(tmp_path / 'train' / 'b.png')
+  now = coco.Coco(tmp_path, 'train').fingerprint()
+  assert fingerprint.differences({'train': before}, {'train': now}) == [
+    'the training file b.png is changed'
+  ]
   data['annotations'][0]['bbox'][2] += 1
   assert coco.Coco(write(tmp_path, data), 'train').fingerprint() != before
 

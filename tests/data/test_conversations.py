@@ -10,7 +10,7 @@ import pyarrow as pa
 from pyarrow import parquet
 import pytest
 
-from mod_jax.data import conversations
+from mod_jax.data import conversations, fingerprint
 from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.data.scenes import SceneConfig, Scenes
 from mod_jax.errors import UserError
@@ -118,6 +118,11 @@ def test_a_file_of_llava_is_read(tmp_path):
   assert held_out.load(0) == conversations.Conversation(
     (), (('Hello?', 'Hi.'),)
   )
+  before = train.fingerprint()
+  Image.new('RGB', (6, 4), 'blue').save(tmp_path / 'pictures' / 'a.png')
+  assert fingerprint.differences(
+    {'train': before}, {'train': train.fingerprint()}
+  ) == ['the training file pictures/a.png is changed']
 
 
 @pytest.mark.parametrize(
