@@ -58,6 +58,9 @@ class Plain(Method):
     model = self.config.model
     return model.build().init(rngs, model.example())
 
+  def check_init(self, init):
+    warm_start.open_init(init, self.config.model)
+
   def start(self, params, model_state, init):
     optional = self.modality.optional
     return warm_start.load_weights(

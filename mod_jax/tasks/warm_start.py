@@ -69,16 +69,8 @@ def load_weights(
     UserError: there are no such weights, or they are of another kind of model,
       or names or shapes do not fit.
   """
-  source = source_lib.Source.of_init(init, base=base).at(step)
+  source = open_init(init, model, base).at(step)
   kind = None if model is None else model.kind
-  found = source.config.kind if source.ours else source.kind
-  fits = source.ours if kind is None else found == kind
-  if not fits:
-    raise UserError(
-      f'init={init} holds a model of the kind {found!r}, and one of the kind'
-      f' {kind or "run"!r} is needed: give a run or an export of such a model,'
-      ' or published weights of one.'
-    )
   if source.ours:
     variables = _variables(source, model, params)
   else:
@@ -128,6 +120,27 @@ def load_weights(
   structure = jax.tree.structure(model_state)
   model_state = jax.tree.unflatten(structure, [merged[name] for name in flat])
   return params, model_state
+
+
+def open_init(
+  init: str, model: protocol.StackedConfig | None, base: str | None = None
+) -> 'source_lib.Source':
+  """Returns the source at `init`, and reads no weights.
+
+  Arguments and errors are those of `load_weights`; names and shapes are not
+  compared.
+  """
+  source = source_lib.Source.of_init(init, base=base)
+  kind = None if model is None else model.kind
+  found = source.config.kind if source.ours else source.kind
+  fits = source.ours if kind is None else found == kind
+  if not fits:
+    raise UserError(
+      f'init={init} holds a model of the kind {found!r}, and one of the kind'
+      f' {kind or "run"!r} is needed: give a run or an export of such a model,'
+      ' or published weights of one.'
+    )
+  return source
 
 
 def _variables(

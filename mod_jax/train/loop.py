@@ -183,6 +183,8 @@ def build(
   checkpoints = workdir_lib.checkpoints(workdir)
   saved = checkpoints_lib.steps(checkpoints)
   start = max(saved, default=0)
+  if not saved and config.init is not None:
+    task.check_init(config.init)
   if changed and start > config.train.num_steps:
     raise UserError(
       f'train.num_steps={config.train.num_steps}: the run in {workdir} has'
@@ -324,8 +326,6 @@ def _new_state(task, config, optimizer, abstract, origin):
 
   Adds the fingerprint of frozen weights, if any, to the dictionary `origin`.
   """
-  if config.init is not None:
-    workdir_lib.find(config.init)  # Fails before the state is created.
   state = state_lib.create_state(config.seed, task, optimizer, abstract)
   if config.init is None:
     return state

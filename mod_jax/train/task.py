@@ -12,6 +12,7 @@ from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums, Pair
+from mod_jax.runs import workdir as workdir_lib
 
 if typing.TYPE_CHECKING:  # Slow to import.
   from matplotlib.figure import Figure
@@ -139,6 +140,16 @@ class Method(abc.ABC):
   @abc.abstractmethod
   def init(self, key) -> dict[str, Any]:
     """Returns the model's variables by collection, in boxes of logical axes."""
+
+  def check_init(self, init: str) -> None:
+    """Checks what `config.init` is, and reads no weights.
+
+    The loop calls this before it compiles anything, and `start` after that.
+
+    Raises:
+      UserError: there is nothing at `init`, or another kind of model.
+    """
+    workdir_lib.find(init)
 
   def start(self, params, model_state, init: str) -> tuple[Any, Any]:
     """Returns params and model_state with the weights at `config.init`.
