@@ -14,6 +14,7 @@ depend on how the corpus was cut into shards.
 """
 
 from collections.abc import Iterable
+import contextlib
 import functools
 import json
 import os
@@ -111,6 +112,22 @@ def fingerprint(path: str, group: str) -> dict[str, Any]:
       'restore it from a copy, or prepare it again'
     )
   return current
+
+
+def texts(path: str, group: str, known: dict[str, Any]) -> dict[str, Any]:
+  """Returns the fingerprint of the files that a group's shards were made of.
+
+  Returns `known`, the fingerprint of the shards themselves, if the corpus at
+  `path` has others by now, or is of a source that only `prepare` reads.
+  """
+  with contextlib.suppress(errors.UserError):
+    index = _complete_index(path)
+    made_of = index['made_of']
+    source = made_of['settings']['config.source']
+    whole = source not in ('tfds', 'huggingface')
+    if whole and index[group]['files'] == known:
+      return made_of['data'][group]
+  return known
 
 
 def check(path: str, group: str) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import flops, tables, viz
+from mod_jax.data import prepared
 from mod_jax.errors import UserError
 from mod_jax.runs import checkpoints as checkpoints_lib
 from mod_jax.runs import history
@@ -88,16 +89,23 @@ def read(workdir, name: str | None = None) -> RecordedRun:
     flops_S=np.cumsum([0.0, *spent]),
     seconds_per_step=history.seconds_per_step(metrics_lib.read_events(workdir)),
     measured=(type(task.modality).__name__, _tokenizer(task.modality)),
-    held_out=_held_out(workdir),
+    held_out=_held_out(workdir, config.data),
   )
 
 
-def _held_out(workdir) -> Any:
-  """Returns the fingerprint of held-out data in the newest checkpoint."""
+def _held_out(workdir, data) -> Any:
+  """Returns the fingerprint of held-out data in the newest checkpoint.
+
+  That of a prepared corpus is of its texts, which may also be read directly, or
+  be in other shards.
+  """
   directory = workdir_lib.checkpoints(workdir)
   for step in checkpoints_lib.steps(directory)[-1:]:
     if saved := checkpoints_lib.peek(directory, step):
-      return origin_lib.held_out(saved)
+      held_out = origin_lib.held_out(saved)
+      if data.source == 'prepared':
+        return prepared.texts(data.path, 'held_out', held_out)
+      return held_out
   return None
 
 

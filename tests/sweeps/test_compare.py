@@ -1,7 +1,9 @@
 """Runs side by side: what the table, the file and the picture tell."""
 
 import csv
+import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import tiny
 
 from mod_jax import config as config_lib
 from mod_jax import flops
+from mod_jax.data import prepare, text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
@@ -99,18 +102,52 @@ def test_losses_of_another_kind_are_not_compared(runs, tmp_path, kind):
   assert str(found).count('and so not compared') == 1
 
 
+def keep(folder, data):
+  """Leaves what a checkpoint says of the data."""
+  told = {'step': 4, 'metadata': {'data': data}}
+  workdir_lib.write_text(
+    workdir_lib.checkpoints(folder) / '4/metadata/metadata', json.dumps(told)
+  )
+
+
 @pytest.mark.parametrize('part', ['train', 'held_out'])
 def test_losses_of_other_held_out_data_are_not_compared(runs, part):
   for folder in runs:
-    data = {'train': 'same', 'held_out': 'same', part: folder.parent.name}
-    told = {'step': 4, 'metadata': {'data': data}}
-    workdir_lib.write_text(
-      workdir_lib.checkpoints(folder) / '4/metadata/metadata', json.dumps(told)
+    keep(
+      folder, {'train': 'same', 'held_out': 'same', part: folder.parent.name}
     )
   found = compare.compare(runs)
   comparable = part == 'train'
   assert (found.rows[1]['difference'] is not None) == comparable
   assert ('and so not compared' not in str(found)) == comparable
+
+
+def test_texts_are_the_same_directly_and_prepared(tmp_path):
+  tiny.texts(tmp_path, a=2000, b=2000, c=2000)
+  direct = TextDataConfig(
+    source='files', files=f'{tmp_path}/*.txt', length=16, eval_fraction=0.5
+  )
+  sources = {'direct': direct}
+  for size in (1000, 10_000):
+    prepare.prepare(direct, f'{tmp_path}/{size}', shard_bytes=size)
+    sources[f'of_{size}'] = TextDataConfig(
+      source='prepared', path=f'{tmp_path}/{size}', length=16
+    )
+  for name, data in sources.items():
+    config = config_lib.replace(DENSE, {'data': data})
+    leave(tmp_path / name, config, [2.0], {'loss': 1.0})
+    keep(tmp_path / name, text.fingerprint(data))
+  folders = [tmp_path / name for name in sources]
+  found = compare.compare(folders)
+  assert [row['difference'] for row in found.rows] == [0, 0, 0]
+  assert 'and so not compared' not in str(found)
+  # What is held out is another part of the texts.
+  other = dataclasses.replace(direct, eval_fraction=0.2)
+  shutil.rmtree(tmp_path / '1000')
+  prepare.prepare(other, f'{tmp_path}/1000', shard_bytes=1000)
+  keep(folders[1], text.fingerprint(sources['of_1000']))
+  found = compare.compare(folders)
+  assert [row['difference'] for row in found.rows] == [0, None, 0]
 
 
 def test_a_capacity_warmup_costs_more(tmp_path):
