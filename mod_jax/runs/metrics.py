@@ -44,15 +44,18 @@ def finalize(metric_sums: MetricSums) -> dict[str, Any]:
       batches = jax.tree.map(parallel.whole, value.batches)
       metrics[name] = jax.tree.map(lambda *x: np.concatenate(x), *batches)
     elif np.any(value[1]):
-      total, weight = map(np.float64, value)
+      total, weight = value
       metrics[name] = float(np.sum(total / np.where(weight, weight, 1)))
   return metrics
 
 
 def on_host(metric_sums: MetricSums) -> MetricSums:
-  """Waits for the sums, and returns NumPy arrays; `Rows` stay unchanged."""
+  """Waits for the sums, and returns them as float64; `Rows` stay unchanged.
+
+  In float32, the sums of many batches would lose their last digits.
+  """
   pairs = {k: v for k, v in metric_sums.items() if not isinstance(v, Rows)}
-  return {**metric_sums, **jax.device_get(pairs)}
+  return metric_sums | jax.tree.map(np.float64, jax.device_get(pairs))
 
 
 class MetricWriter(contextlib.AbstractContextManager):
