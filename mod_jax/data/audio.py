@@ -161,6 +161,11 @@ class Recordings:
       )
     self.bucket_N = np.array(buckets)
     self.longest = max(map(len, self.labels))
+    if split == 'train' and not self.longest:
+      raise UserError(
+        f'{config.path}: of {len(self)} recordings to train on, no transcript'
+        ' has a character; see that its lists have the texts.'
+      )
 
   def __len__(self) -> int:
     return len(self.texts)

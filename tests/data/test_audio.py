@@ -108,6 +108,17 @@ def test_folders(layout, tmp_path):
     np.testing.assert_array_equal(recordings.bucket_N, [0, 0])
 
 
+def test_transcripts_without_a_character_teach_nothing(tmp_path):
+  clips = table(tmp_path)
+  for i in range(2):
+    audio_files.write(clips / f'{i}.wav', tone(), RATE)
+  (tmp_path / 'train.tsv').write_text('path\tsentence\n0.wav\t\n1.wav\t…\n')
+  config = AudioDataConfig(source='folder', path=str(tmp_path), rate=RATE)
+  vocabulary = audio.make_vocabulary(config)
+  with pytest.raises(UserError, match='of 2 recordings .*no transcript'):
+    audio.Recordings(config, 'train', vocabulary)
+
+
 def test_changed_words_are_noticed(tmp_path):
   config = AudioDataConfig(source='folder', path=str(tmp_path), rate=RATE)
   prints = []
