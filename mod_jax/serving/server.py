@@ -530,16 +530,23 @@ class _Answer:
     """Returns log-probabilities as /v1/completions has them: by column."""
     likeliest = None
     if self._asked.num_likeliest:
-      # OpenAI adds the token itself where it is not among the likeliest.
-      pairs = [
-        ((event.token, event.log_prob), *event.likeliest) for event in events
-      ]
-      likeliest = [{self._spelled(v): p for v, p in row} for row in pairs]
+      likeliest = [self._by_spelling(event) for event in events]
     return {
       'tokens': [self._spelled(event.token) for event in events],
       'token_logprobs': [event.log_prob for event in events],
       'top_logprobs': likeliest,
     }
+
+  def _by_spelling(self, event) -> dict[str, float]:
+    """Returns log-probabilities of the token and of the likeliest tokens.
+
+    OpenAI adds the token itself where it is not among the likeliest. Of tokens
+    with the same spelling the token itself counts, and then the likeliest.
+    """
+    found = {}
+    for token, log_prob in ((event.token, event.log_prob), *event.likeliest):
+      found.setdefault(self._spelled(token), log_prob)
+    return found
 
   def _log_prob(self, event) -> dict[str, Any]:
     """Returns log-probabilities at a token as /v1/chat/completions has them."""

@@ -161,6 +161,10 @@ def test_log_probabilities_of_a_completion(client, alone):
     *(logprobs.top_logprobs, expected.tokens, expected.likeliest), strict=True
   ):
     assert set(row) == {spelled(token), *(spelled(v) for v, _ in likeliest)}
+  # Padding of the vocabulary has one spelling: the token itself counts.
+  padding = TEXT | {'logit_bias': {END + 1: 100}, 'logprobs': 5}
+  logged = client.completions.create(**padding).choices[0].logprobs
+  assert [row[''] for row in logged.top_logprobs] == logged.token_logprobs
   # Parts of characters, and what is no text at all.
   assert spelled(alone.tokenizer.encode('é')[0]) == 'bytes:\\xc3'
   assert (spelled(END), spelled(END + 1)) == ('<eos>', '')
