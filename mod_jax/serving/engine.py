@@ -428,10 +428,13 @@ class Engine:
   def run(self) -> Iterator[Event]:
     """Yields events until the engine is idle.
 
-    Requests may be submitted and cancelled meanwhile.
+    Requests may be submitted and cancelled meanwhile. If the iterator is left
+    early, the next one yields what follows.
     """
     while not self.idle:
-      yield from self.advance()
+      self._events = self.advance()
+      while self._events:
+        yield self._events.pop(0)
 
   def advance(self) -> list[Event]:
     """Dispatches one step, and returns the events of the steps before.

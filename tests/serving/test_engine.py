@@ -185,6 +185,19 @@ def test_cancelled_and_refused_requests_harm_nobody(plain):
     assert [e.reason is not None for e in events].index(True) == len(events) - 1
 
 
+def test_events_wait_for_the_next_iterator(plain):
+  engine, _ = plain
+  prompts, found = [[3, 4], [5], [6, 7, 8]], []
+  expected = engine.generate(prompts, max_new_tokens=4)
+  ids = [engine.submit(prompt, max_new_tokens=4) for prompt in prompts]
+  while not engine.idle:
+    found.append(next(engine.run()))
+  assert expected == [
+    engine_lib.completion([event for event in found if event.id == id])
+    for id in ids
+  ]
+
+
 def test_generating_leaves_the_requests_of_others_alone(plain):
   _, run = plain
   engine = Engine(run, slots=1, max_length=LENGTH, mode=MODES['exact'])
