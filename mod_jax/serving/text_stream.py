@@ -38,9 +38,10 @@ class TextStream:
         # all further tokens that add no text.
         text = self._decoded(1)
         count = max(n for n in range(1, count) if self._decoded(n) == text)
-      # A special token has no text. Keep the context before it, or the next
-      # token would be decoded as the first of a text.
-      kept = [] if text else self._before
+      # A special token has no text, and spaces may be left out at the beginning
+      # of a text. Keep the context before these, or the next token would be
+      # decoded as the first of a text.
+      kept = [] if text.strip() else self._before
       self._before = [*kept, *self._tokens[:count]][-tokenizers.CONTEXT :]
       del self._tokens[:count]
       new_text += text

@@ -21,9 +21,7 @@ CORPUS = [
 ] * 20
 
 
-@pytest.fixture(scope='module')
-def sp_path(tmp_path_factory):
-  """A SentencePiece model with byte fallback."""
+def train_sentencepiece(folder, **kwargs):
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=iter(CORPUS),
@@ -31,14 +29,23 @@ def sp_path(tmp_path_factory):
     vocab_size=340,
     byte_fallback=True,
     hard_vocab_limit=False,
+    minloglevel=2,
+    **kwargs,
+  )
+  path = folder / 'tokenizer.model'
+  path.write_bytes(model.getvalue())
+  return path
+
+
+@pytest.fixture(scope='module')
+def sp_path(tmp_path_factory):
+  """A SentencePiece model with byte fallback."""
+  return train_sentencepiece(
+    tmp_path_factory.mktemp('sp'),
     normalization_rule_name='identity',
     remove_extra_whitespaces=False,
     add_dummy_prefix=False,
-    minloglevel=2,
   )
-  path = tmp_path_factory.mktemp('sp') / 'tokenizer.model'
-  path.write_bytes(model.getvalue())
-  return path
 
 
 @pytest.fixture(scope='module')
@@ -195,6 +202,14 @@ def test_text_after_a_text(sp_path, hf_path):
     for before, after in (('the cat', ' sat é'), ('the', ''), ('', 'cat')):
       ids = tok.encode(before), tok.encode(after)
       assert tok.decode_after(*ids) == after
+  # By default, SentencePiece leaves out all spaces before the first word.
+  path = train_sentencepiece(hf_path.parent)
+  tok = tokenizers.make('sentencepiece', str(path))
+  ids = {piece: i for i, piece in enumerate(tok.pieces(range(tok.vocab_size)))}
+  before, *ids = (ids[piece] for piece in ('␣ca', '␣', '␣d'))
+  stream = TextStream(tok, [before], ())
+  text = ''.join(map(stream.add, ids))
+  assert text == tok.decode_after([before], ids) == '  d'
   # Half a character, which becomes a whole one.
   first, *rest = 'é!'.encode()
   assert tokenizers.make('bytes').decode_after([first], rest) == '\ufffd!'
