@@ -91,11 +91,13 @@ class _Fields(pydantic.BaseModel):
   @pydantic.model_validator(mode='after')
   def _knows_all(self):
     for name, value in self.model_extra.items():
-      raise PydanticCustomError(
-        'unsupported',
-        '{shown} is not supported: leave it out.',
-        {'shown': _shown(name, value)},
-      )
+      # OpenAI's clients send null for None, which means the default.
+      if value is not None:
+        raise PydanticCustomError(
+          'unsupported',
+          '{shown} is not supported: leave it out.',
+          {'shown': _shown(name, value)},
+        )
     return self
 
 

@@ -146,6 +146,12 @@ def test_settings_reach_the_engine(client, alone):
     assert found.choices[0].text == expected.text != without.text, settings
 
 
+def test_null_is_the_default(client):
+  nulls = dict.fromkeys(('reasoning_effort', 'service_tier', 'n', 'tools'))
+  asked = CHAT | {'max_tokens': 1}
+  assert client.chat.completions.create(**asked, **nulls).choices
+
+
 def test_log_probabilities_of_a_completion(client, alone):
   found = client.completions.create(**TEXT, logprobs=2).choices[0]
   (expected,) = alone.generate(
