@@ -111,7 +111,7 @@ def main(_) -> None:
   application = server.app(
     engine,
     run,
-    name=os.path.basename(os.path.normpath(args.model)),
+    name=os.path.basename(os.path.abspath(args.model)),
     queue=args.queue,
     hosts=hosts,
     key=key,

@@ -22,6 +22,7 @@ from mod_jax.pretrained.load import Run
 from mod_jax.scripts import serve
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving import grammar
+from mod_jax.serving import server as server_lib
 from mod_jax.serving.engine import Engine
 
 pytestmark = pytest.mark.slow
@@ -432,6 +433,15 @@ def test_the_rule_is_chosen_by_name(folder, monkeypatch):
   command_line.assert_refused(
     command_line.call(serve.run), "rule='threshold' cannot generate"
   )
+
+
+def test_the_name_is_that_of_the_folder(folder, monkeypatch):
+  monkeypatch.chdir(folder)
+  monkeypatch.setattr('sys.argv', ['mod-jax-serve', '--model=.'])
+  monkeypatch.setattr(
+    server_lib, 'app', lambda *_, name, **kwargs: sys.exit(name)
+  )
+  assert command_line.call(serve.run).status == folder.name
 
 
 def test_a_server_tells_its_progress_and_drains(folder, tmp_path):
