@@ -159,6 +159,11 @@ class _Texts:
     if pretrained:
       self._encode = self._tokenizer.encode_prompt
     self._kind, self._path = kind, path
+    # Most bytes of a token. Chats also spell special tokens, by their names.
+    self._token_bytes = max(
+      int(size) or len(self._tokenizer.spelled(i).encode())
+      for i, size in enumerate(self._tokenizer.token_bytes)
+    )
 
   def encode(self, texts: list[str], most: int) -> list[list[int]]:
     """Returns the tokens of each prompt; refuses more than `most` in one."""
@@ -199,7 +204,7 @@ class _Texts:
   def _tokens(self, encode, text, most):
     # Do not even tokenise a text that has too many bytes for `most` tokens.
     size = len(text.encode('utf-8', 'replace'))
-    if size > most * int(self._tokenizer.token_bytes.max()):
+    if size > most * self._token_bytes:
       raise UserError(
         f'a prompt of {size} bytes does not fit max_length={most} tokens:'
         ' shorten it.'

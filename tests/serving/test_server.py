@@ -10,7 +10,7 @@ import time
 import jinja2
 import openai
 import pytest
-from tiny_server import export, serving
+from tiny_server import END, export, serving
 
 import mod_jax
 from mod_jax.errors import UserError
@@ -262,6 +262,13 @@ def test_tokens_are_decoded_after_a_fork_has_ended(run, make_process):
   finally:
     process.stop()
   assert not process.alive
+
+
+def test_special_tokens_of_a_template_are_no_long_text(tmp_path):
+  export(tmp_path, LENGTH, '{% for m in messages %}<eos>{% endfor %}')
+  texts = text_process._Texts('huggingface', str(tmp_path), pretrained=False)
+  (tokens,) = texts.encode_chat([{'role': 'user'}] * LENGTH, LENGTH)
+  assert tokens == [END] * LENGTH
 
 
 def test_templates_have_what_hugging_face_gives_them(tmp_path):
