@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import itertools
+import numbers
 import operator
 from typing import Any, Literal
 
@@ -387,13 +388,15 @@ class Engine:
     size = self._program.config.vocab_size
     for token, value in bias.items():
       require(
-        0 <= token < size and -100 <= value <= 100,
+        isinstance(token, numbers.Integral)
+        and 0 <= token < size
+        and -100 <= value <= 100,
         f'tokens from 0 to {size - 1}, and numbers from -100 to 100',
         logit_bias={token: value},
       )
     require(
-      0 <= num_likeliest <= slots_lib.MAX_TOP,
-      f'0 to {slots_lib.MAX_TOP}',
+      0 <= num_likeliest <= slots_lib.MAX_TOP and not num_likeliest % 1,
+      f'a whole number from 0 to {slots_lib.MAX_TOP}',
       num_likeliest=num_likeliest,
     )
     extras = {'frequency': frequency, 'presence': presence, 'bias': bias}
