@@ -37,7 +37,8 @@ class Characters:
   def read(cls, path: str | os.PathLike) -> 'Characters':
     """Reads a `vocab.json`, an object from symbols to labels.
 
-    The `tokenizer_config.json` beside it names the space, if it is not `|`.
+    The `tokenizer_config.json` beside it names the space, if it is not `|`, and
+    may say that texts are lower-case though the vocabulary is not.
     """
     path = pathlib.Path(path).expanduser()
     if not path.is_file():
@@ -61,6 +62,12 @@ class Characters:
         f'{path} has no {_BLANKS[0]!r}, and the config.json beside it says that'
         f' the blank is {blank}: name the symbol of that label so.'
       )
+    if told.get('do_lower_case') is True:
+      # Labels must differ: keep `A` beside `a`. Names of symbols stay as well.
+      symbols = [
+        x.lower() if len(x) == 1 and x.lower() not in label_of else x
+        for x in symbols
+      ]
     return cls(tuple(_SPACE if x == space else x for x in symbols))
 
   @property

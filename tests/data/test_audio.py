@@ -215,8 +215,13 @@ def test_vocabulary_of_a_published_model(tmp_path):
   assert (
     Characters(('<pad>', 'aɪ', 't', '|')).decode([2, 1, 3, 0, 1]) == 'taɪ aɪ'
   )
-  file.write_text('{"a": 0, "<space>": 1, "_": 2}')
   beside = tmp_path / 'tokenizer_config.json'
+  beside.write_text('{"do_lower_case": true}')
+  lower = Characters.read(file)
+  assert lower.blank == 0
+  assert lower.encode(lower.spelled('to | Let, let’s!')) == labels
+  assert lower.decode(labels) == "to let let'"
+  file.write_text('{"a": 0, "<space>": 1, "_": 2}')
   beside.write_text('{"word_delimiter_token": "<space>"}')
   assert Characters.read(file).decode([0, 1, 0]) == 'a a'
   (tmp_path / 'config.json').write_text('{"pad_token_id": 2}')
