@@ -138,7 +138,8 @@ class Run:
     """Returns the compiled model's output; arguments are those of the module.
 
     A model with random routing scores needs `rngs={'routing': key}`. Raises
-    UserError if a positional argument is neither arrays nor numbers.
+    UserError if a positional argument is neither arrays nor numbers, or tokens
+    are not in the vocabulary.
     """
     for x in jax.tree.leaves(args):
       if not isinstance(x, int | float) and not hasattr(x, 'dtype'):
@@ -147,6 +148,9 @@ class Run:
           ' take what run.preprocess makes of them, for texts what run.encode'
           ' and mod_jax.sampling.pad_prompts make, or call run.predict.'
         )
+    if args and isinstance(self.config, LMConfig | VLMConfig):
+      # The compiled model cannot see which ids it gets, and would clamp them.
+      lm.check_tokens(self.config, args[0], kwargs.get('valid_BL'))
     return self._jitted(self.variables, *args, **kwargs)
 
   @property

@@ -91,6 +91,9 @@ REFUSED = {
   'give strings': lambda _: language().predict(np.zeros(3)),
   'not a str … run.preprocess': lambda _: vit().apply('cat.jpg'),
   'not a PosixPath … run.encode': lambda path: language().apply([path]),
+  'token ids … vocab_size … own tokenizer': (
+    lambda _: language().apply(np.full((1, 2), 9999))
+  ),
   'say on which': lambda _: vit().evaluate(),
   'not from a run of ours … TextData': lambda _: language().evaluate(),
   'batches=-1 … 0, for all': lambda _: language().evaluate(batches=-1),
