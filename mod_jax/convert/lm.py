@@ -305,10 +305,12 @@ def read(
   _check_ours(config)
   stored = files.stored(path) if stored is None else stored
   dropped = [_USELESS]
-  if config.tied_head and 'lm_head.weight' in stored:
-    embedding = stored['model.embed_tokens.weight']
-    if np.array_equal(stored['lm_head.weight'], embedding):
-      dropped.append(r'lm_head\.weight')
+  head, embedding = 'lm_head.weight', 'model.embed_tokens.weight'
+  if config.tied_head and head in stored:
+    # Some programs store an array with two names by the first of them alone.
+    stored = {embedding: stored[head]} | stored
+    if np.array_equal(stored[head], stored[embedding]):
+      dropped.append(re.escape(head))
   params = arrays_lib.read(
     *(names(config), stored),
     dropped=dropped,
