@@ -198,7 +198,7 @@ _DETR = {
 }
 _PROCESSORS = {
   **{'ViT': _VIT, 'DeiT': _VIT | _DEIT},
-  **{'CLIP': _VIT | _CLIP, 'Detr': _VIT | _DETR},
+  **{'CLIP': _VIT | _CLIP, 'Llava': _VIT | _CLIP, 'Detr': _VIT | _DETR},
 }
 _DEFAULT = {
   'detr': 'Detr',

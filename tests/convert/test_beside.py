@@ -104,6 +104,16 @@ def test_a_single_number_is_the_shorter_side_of_clip(tmp_path, kind):
   assert told.pictures['mean'][0] == 0.48145466
 
 
+def test_pictures_of_llava_are_those_of_clip(tmp_path):
+  fields = {'image_processor_type': 'LlavaImageProcessor', 'do_pad': False}
+  told = read(tmp_path, {'model_type': 'llava'}, fields)
+  fields['image_processor_type'] = 'CLIPImageProcessor'
+  assert told == read(tmp_path, {'model_type': 'llava'}, fields)
+  # Pictures that are made square by a border.
+  fields = {'image_processor_type': 'LlavaImageProcessorFast', 'do_pad': True}
+  assert read(tmp_path, {}, fields).unfollowed == ('do_pad=True',)
+
+
 @pytest.mark.parametrize(
   ('fields', 'expected'),
   [
