@@ -385,8 +385,12 @@ def _vision(run, folder):
       'label2id': {name: i for i, name in enumerate(names)},
     },
   )
-  # ViTImageProcessor ignores the crop in some versions of transformers.
-  _processor(run.preprocess, folder, 'DeiTImageProcessor')
+  # ViT's processor ignores the crop in some versions of transformers. In
+  # version 4, DeiT's cannot resize the shorter side, and early ones of CLIP's
+  # can resize nothing else.
+  squashes = run.preprocess.resize == 'squash'
+  processor = 'DeiTImageProcessor' if squashes else 'CLIPImageProcessor'
+  _processor(run.preprocess, folder, processor)
 
 
 def _processor(preprocess, folder, kind: str) -> None:

@@ -243,6 +243,10 @@ class TestExport:
     again = mod_jax.load(tmp_path)
     assert again.preprocess == preprocess
     assert again.multi_label == odd.multi_label
+    if format == 'huggingface':
+      text = (tmp_path / 'preprocessor_config.json').read_text()
+      # Of these, transformers 4 resizes the shorter side only by CLIP's.
+      assert ('shortest_edge' in text) == ('CLIPImageProcessor' in text)
 
   @pytest.mark.parametrize(
     ('name', 'value', 'field'),
