@@ -152,8 +152,9 @@ def of_detector(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _classes(fields) -> tuple[str, ...] | None:
-  names = fields.get('label_names')
-  by_id = fields.get('id2label')
+  # timm's names may be a list or an object, and older files call them `labels`.
+  names = fields.get('label_names', fields.get('labels'))
+  by_id = fields.get('id2label', names)
   if isinstance(by_id, dict):
     with contextlib.suppress(ValueError):
       names = [by_id[i] for i in sorted(by_id, key=int)]

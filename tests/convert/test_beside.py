@@ -173,6 +173,12 @@ def test_unfollowed_of_timm(tmp_path):
   assert read(tmp_path, fields).unfollowed == ('crop_mode=border',)
 
 
+@pytest.mark.parametrize('field', ['label_names', 'labels'])
+@pytest.mark.parametrize('names', [['a', 'b'], {'1': 'b', '0': 'a'}])
+def test_names_of_every_version_of_timm(tmp_path, field, names):
+  assert read(tmp_path, {field: names}).classes == ('a', 'b')
+
+
 def test_names_that_nobody_gave(tmp_path):
   labels = {str(i): f'LABEL_{i}' for i in range(3)}
   assert read(tmp_path, {'id2label': labels}).classes is None
