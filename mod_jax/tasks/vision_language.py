@@ -131,12 +131,12 @@ class VisionLanguage(Modality):
     for (kind, _), of_piece in zip(pieces, parts, strict=True):
       for i, text in enumerate(of_piece):
         follows &= not i  # Not the first after a picture.
-        if text and follows and adds_space:
-          # The tokenizer adds the space between this text and the one before.
-          if text.startswith(' '):
-            text = text[1:]
-          else:
-            texts[-1] = texts[-1].removesuffix(' ')
+        if text and follows:
+          # A space between texts belongs to the word after it.
+          if texts[-1].endswith(' '):
+            texts[-1], text = texts[-1][:-1], f' {text}'
+          if adds_space:  # Then the tokenizer itself puts it there.
+            text = text.removeprefix(' ')
         texts.append(text)
         follows |= bool(text)
       follows &= kind != 'answer'

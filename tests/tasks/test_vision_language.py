@@ -53,9 +53,10 @@ def test_the_loss_is_on_answers_alone():
     assert rows[name].dtype == shape.dtype, name
 
 
+@pytest.mark.parametrize('adds_space', [True, False])
 @pytest.mark.parametrize('begin', ['<s>', '</s>', None])
-def test_tokens_are_those_of_the_whole_prompt(tmp_path, begin):
-  """With a tokenizer of Llama's kind, which puts a space before each text."""
+def test_tokens_are_those_of_the_whole_prompt(tmp_path, begin, adds_space):
+  """Also if the tokenizer puts a space before each text, as Llama's does."""
   special = ['<s>', '</s>', '<image>']
   text = 'Be kind. USER: <image>\nIs it? ASSISTANT: A dog.'
   text += '</s>USER: And? ASSISTANT: A cat.</s>'
@@ -66,7 +67,8 @@ def test_tokens_are_those_of_the_whole_prompt(tmp_path, begin):
   )
   tokenizer.add_special_tokens(special)
   tokenizer.normalizer = hf.normalizers.Sequence(
-    [hf.normalizers.Prepend('▁'), hf.normalizers.Replace(' ', '▁')]
+    [hf.normalizers.Prepend('▁')] * adds_space
+    + [hf.normalizers.Replace(' ', '▁')]
   )
   tokenizer.decoder = hf.decoders.Replace('▁', ' ')
   if begin is not None:
