@@ -15,7 +15,8 @@ from PIL import Image
 # aspect ratio; 'squash' resizes both sides to it; 'none' does not resize.
 Resize = Literal['shorter_side', 'squash', 'none']
 # Where a centred crop begins if that is between two pixels: Hugging Face rounds
-# 'down'; torchvision, and so timm, rounds to 'even' numbers.
+# 'down'; torchvision, and so timm, rounds to 'even' numbers, and towards the
+# image if that is smaller than the crop.
 Rounding = Literal['down', 'even']
 
 # Images of a larger aspect ratio are cropped to this one before resizing.
@@ -49,9 +50,15 @@ def center_crop(
 
 
 def _middle(image, width, height, rounding: Rounding = 'down') -> Image.Image:
-  to_pixel = round if rounding == 'even' else math.floor
-  left = to_pixel((image.width - width) / 2)
-  top = to_pixel((image.height - height) / 2)
+
+  def begin(excess):
+    if rounding == 'down':
+      return math.floor(excess / 2)
+    # Of the border around an image that is too small, torchvision puts the
+    # smaller half first.
+    return round(excess / 2) if excess > 0 else math.ceil(excess / 2)
+
+  left, top = begin(image.width - width), begin(image.height - height)
   return image.crop((left, top, left + width, top + height))
 
 

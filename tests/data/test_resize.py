@@ -29,3 +29,16 @@ def test_where_a_crop_begins_between_two_pixels(rounding, left):
     cropped = resize.center_crop(image, 12, rounding=rounding)
     expected = pixels[:, start : start + 12]
     np.testing.assert_array_equal(np.asarray(cropped), expected)
+
+
+@pytest.mark.parametrize(
+  # The second are the columns that torchvision's CenterCrop pads at the left.
+  ('rounding', 'left'),
+  [('down', [0, 1, 1, 2, 2, 3, 3, 4]), ('even', [0, 0, 1, 1, 2, 2, 3, 3])],
+)
+def test_where_the_border_of_a_small_image_ends(rounding, left):
+  for missing, border in enumerate(left):
+    image = Image.fromarray(np.full((12, 12 - missing), 255, np.uint8))
+    cropped = resize.center_crop(image, 12, resize='none', rounding=rounding)
+    row = np.asarray(cropped)[0]
+    assert row.argmax() == border
