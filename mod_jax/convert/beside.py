@@ -58,7 +58,7 @@ class _Fields:
   layer_norm_eps: config_lib.Epsilon | None = None
   hidden_act: str | None = None
   problem_type: str | None = None
-  crop_pct: config_lib.Fraction | None = None
+  crop_pct: config_lib.Positive | None = None  # Above 1, there is a border.
   crop_mode: str | None = None
   # timm's settings that no array shows; other values raise UserError.
   global_pool: Literal['token', ''] | None = None

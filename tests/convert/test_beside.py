@@ -173,6 +173,11 @@ def test_unfollowed_of_timm(tmp_path):
   assert read(tmp_path, fields).unfollowed == ('crop_mode=border',)
 
 
+def test_pictures_of_timm_may_have_a_border(tmp_path):
+  told = read(tmp_path, {'crop_pct': 1.25, 'input_size': [3, 16, 16]})
+  assert told.pictures['crop_fraction'] == 16 / 12
+
+
 @pytest.mark.parametrize('field', ['label_names', 'labels'])
 @pytest.mark.parametrize('names', [['a', 'b'], {'1': 'b', '0': 'a'}])
 def test_names_of_every_version_of_timm(tmp_path, field, names):
