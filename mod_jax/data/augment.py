@@ -159,14 +159,15 @@ def _enhance(kind):
 
 
 # Name -> (operation of image, level and fill colour; whether the level gets a
-# random sign). The level is the magnitude over 10; every operation grows
-# stronger with it, as in timm's "increasing" set.
+# random sign). The level is the magnitude over 10, and no operation gets weaker
+# with it. These are all of timm's "increasing" set, which DeiT's recipe takes.
 OPERATIONS = {
   'auto_contrast': (
     lambda image, level, fill: ImageOps.autocontrast(image),
     False,
   ),
   'equalize': (lambda image, level, fill: ImageOps.equalize(image), False),
+  'invert': (lambda image, level, fill: ImageOps.invert(image), False),
   'posterize': (
     # Keep at least one bit, since without any the image would be black.
     lambda image, level, fill: ImageOps.posterize(
@@ -176,6 +177,12 @@ OPERATIONS = {
   ),
   'solarize': (
     lambda image, level, fill: ImageOps.solarize(image, 256 - int(256 * level)),
+    False,
+  ),
+  'solarize_add': (  # Brightens dark tones alone.
+    lambda image, level, fill: image.point(
+      3 * [min(255, x + (x < 128) * int(110 * level)) for x in range(256)]
+    ),
     False,
   ),
   'color': (_enhance(ImageEnhance.Color), True),

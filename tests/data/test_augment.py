@@ -128,7 +128,7 @@ def test_operations_grow_with_the_magnitude(name):
 
   strong, weak = distance(0.9), distance(0.3)
   assert strong > 0.3
-  if name in ('auto_contrast', 'equalize'):
+  if name in ('auto_contrast', 'equalize', 'invert'):
     assert strong == weak
     assert not signed
   else:
@@ -136,6 +136,22 @@ def test_operations_grow_with_the_magnitude(name):
   if signed:
     assert distance(-0.9) > 0.3
     assert distance(0.0) < 0.01
+
+
+def test_rand_augment_draws_from_the_operations_of_deit():
+  """Those of timm's `rand-m9-mstd0.5-inc1`."""
+  of_tones = {'auto_contrast', 'equalize', 'invert', 'posterize', 'solarize'}
+  of_tones |= {'solarize_add'}
+  enhancing = {'color', 'contrast', 'brightness', 'sharpness'}
+  moving = {'rotate', 'shear_x', 'shear_y', 'translate_x', 'translate_y'}
+  assert augment.OPERATIONS.keys() == of_tones | enhancing | moving
+  image = Image.fromarray(np.uint8([[[0, 127, 128], [50, 200, 255]]]))
+  added, inverted = (
+    np.asarray(augment.OPERATIONS[name][0](image, 0.9, (0, 0, 0))).tolist()
+    for name in ('solarize_add', 'invert')
+  )
+  assert added == [[[99, 226, 128], [149, 200, 255]]]
+  assert inverted == [[[255, 128, 127], [205, 55, 0]]]
 
 
 def test_rand_augment_magnitude_and_noise(monkeypatch):
