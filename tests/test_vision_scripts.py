@@ -1,6 +1,7 @@
 """train.py and eval.py with vision models: what they print and refuse."""
 
 import csv
+import dataclasses
 import json
 import re
 import shutil
@@ -8,8 +9,11 @@ import shutil
 from command_line import ROOT, assert_refused, overrides, run
 from PIL import Image
 import pytest
+import tiny
 
 import mod_jax
+from mod_jax.data.images import ImageDataConfig
+from mod_jax.pretrained.load import Run
 from mod_jax.studies import images as image_studies
 
 DIGITS = f'--config={ROOT}/configs/vit/digits.py'
@@ -128,6 +132,25 @@ def test_predict(pruned, tmp_path):
   assert first == next(iter(good['probabilities'].items()))
   ended = run(*predict, '--predictions=out.txt')
   assert_refused(ended, 'expected a .csv or .json file')
+
+
+@pytest.mark.slow
+def test_predict_tells_every_label(tmp_path):
+  """Where any number may be true, and not only the five likeliest."""
+  model = dataclasses.replace(tiny.VIT, num_classes=7)
+  labelled = Run(
+    config=model,
+    variables=tiny.variables(model),
+    preprocess=ImageDataConfig(image_size=8).preprocess,
+    classes=tuple('abcdefg'),
+    multi_label=True,
+  )
+  mod_jax.export(labelled, tmp_path / 'out')
+  Image.new('RGB', (9, 12), 'grey').save(tmp_path / 'a.png')
+  predict = ('eval.py', f'--workdir={tmp_path}/out', '--noevaluate')
+  ended = run(*predict, f'--predict={tmp_path}/a.png')
+  assert ended.status == 0, ended.err
+  assert sorted(re.findall(r'(\w) \d+\.\d%', ended.out)) == [*'abcdefg']
 
 
 @pytest.mark.slow

@@ -223,6 +223,9 @@ def _contents(run, files):
 
 def _classes(run, files):
   """Yields (row, text) per picture; a row has `probabilities` or `error`."""
+  settings = {}
+  if run.multi_label:  # Any number of labels may be true: leave none out.
+    settings['top'] = run.config.dense_twin().num_classes
   for chunk in itertools.batched(files, _BATCH):
     images, rows = [], [{'file': file} for file in chunk]
     for row in rows:
@@ -230,7 +233,9 @@ def _classes(run, files):
         images.append(run.preprocess([row['file']]))
       except image_folder.UnreadableImageError as error:
         row['error'] = str(error)
-    answers = iter(run.classify(np.concatenate(images)) if images else ())
+    answers = iter(())
+    if images:
+      answers = iter(run.classify(np.concatenate(images), **settings))
     for row in rows:
       answer = row.get('error')
       if answer is None:
