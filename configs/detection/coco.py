@@ -6,8 +6,9 @@
 fine-tunes the model of a Hugging Face folder on a folder with `train2017`,
 `val2017` and `annotations`. Carion et al. 2020: AdamW at 1e-4, the backbone at
 1e-5, stem and first stage frozen, weight decay 1e-4, gradients clipped at 0.1,
-batches of 16. Pictures are mirrored, half of them cropped, resized, and padded
-to 1333 × 1333 pixels. Variants:
+batches of 16, 300 epochs; but the rates fall to a tenth along a cosine, and in
+the paper at once, after 200 epochs. Pictures are mirrored, half of them
+cropped, resized, and padded to 1333 × 1333 pixels. Variants:
 
 * `amod`: blocks 1, 3, 5 of encoder and decoder process the half of the tokens,
   or queries, and of the memory that got most attention;
