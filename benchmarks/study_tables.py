@@ -144,49 +144,53 @@ def converted(found: Mapping[str, dict]) -> str:
   Differences are to the best of the dense models that were trained on for as
   long, from the same seed. Models whose blocks are deleted are judged without
   them, and tell by straight lines between them what deletion loses at as many
-  FLOPs as another way takes.
+  FLOPs as another way takes. Such differences are by seed, too; a model that
+  has not been trained with a seed counts with the mean over its seeds.
   """
   models, rows = by_model(found), []
 
-  def cost(name):
-    (line, *_) = models[name].values()
-    return line['forward_flops'] / found[f'{PARENT}/0']['forward_flops']
-
   for trained, ways in converted_losses(found).items():
+    names = {
+      way: PARENT if way == PARENT else f'{way}, {trained}' for way in ways
+    }
+    losses = {
+      way: {seed: x[_converted_loss(way)] for seed, x in models[name].items()}
+      for way, name in names.items()
+    }
+    cost = {
+      way: next(iter(models[name].values()))['forward_flops']
+      / found[f'{PARENT}/0']['forward_flops']
+      for way, name in names.items()
+    }
     best = next((x for x in ways if re.match('dense(?!, at first)', x)), PARENT)
-    dense = models.get(f'{best}, {trained}', {})
-    twins = [(1.0, ways[best])]
-    for way in DELETED:
-      if way in ways:
-        twins.append((cost(f'{way}, {trained}'), ways[way]))
-    twins = sorted((x, statistics.mean(y)) for x, y in twins)
+    twins = sorted({best, *DELETED} & set(ways), key=cost.get)
     for way in ways:
-      name, length = f'{way}, {trained}', trained
-      if way == PARENT:
-        name, length = PARENT, 'not'
-      of_seed, key = models[name], _converted_loss(way)
-      runs = list(of_seed.values())
       more = [
-        line[key] - dense[seed]['loss']
-        for seed, line in of_seed.items()
-        if seed in dense
+        x - losses[best][seed]
+        for seed, x in losses[way].items()
+        if seed in losses[best]
       ]
-      flops = cost(name)
-      of_twin = ''
-      if twins[0][0] <= flops < 1 and way not in DELETED:
-        loss = statistics.mean(ways[way]) - np.interp(
-          flops, *zip(*twins, strict=True)
-        )
-        of_twin = f'{loss:.3f}'
+      of_twin = []
+      if cost[twins[0]] <= cost[way] < 1 and way not in DELETED:
+        for seed, loss in losses[way].items():
+          at = [
+            losses[x].get(seed, statistics.mean(losses[x].values()))
+            for x in twins
+          ]
+          of_twin.append(
+            loss - np.interp(cost[way], [cost[x] for x in twins], at)
+          )
+      runs = list(models[names[way]].values())
       rows.append(
         [
-          *(way, length, str(len(runs)), over_seeds(runs, key)),
+          *(way, 'not' if way == PARENT else trained, str(len(runs))),
+          cell(spread(list(losses[way].values()))),
           cell(spread(more)) if more else '',
           over_seeds(runs, 'router_rule'),
           over_seeds(runs, 'threshold_rule'),
           over_seeds(runs, 'without_routed_blocks'),
-          f'{flops:.3f}',
-          of_twin,
+          f'{cost[way]:.3f}',
+          cell(spread(of_twin)) if of_twin else '',
           over_seeds(runs, 'cpu_seconds', 1 / 60, 0),
         ]
       )
