@@ -160,7 +160,8 @@ def comparisons(
   `compute_multiplier` of a group is the factor on the training FLOPs with which
   the reference would reach the group's loss, by the slope of the reference's
   minima at neighbouring budgets. The multiplier is missing if the reference has
-  fewer than two minima.
+  fewer than two minima, or if these do not fall: no budget would reach a lower
+  loss.
   """
   rows = []
   baselines = {f.curve.budget: f for f in fitted if f.curve.group == reference}
@@ -185,8 +186,8 @@ def comparisons(
         'flops_ratio': our_flops.minus(their_flops).map(np.exp),
         'loss_difference': ours.loss.minus(theirs.loss),
       }
-      slope = slopes[method].get(this.curve.budget)
-      if slope:
+      slope = slopes[method].get(this.curve.budget, 0)
+      if slope < 0:
         row['compute_multiplier'] = row['loss_difference'].map(
           lambda x, slope=slope: np.exp(x / slope)
         )

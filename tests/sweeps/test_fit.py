@@ -207,6 +207,21 @@ def test_three_sizes_are_compared_by_their_means(tmp_path):
   assert 'mod at 6e+18, mean: parameters x' in text
 
 
+def test_no_multiplier_where_more_flops_do_not_help_dense_models():
+  """It would be below 1 where the routed model's loss is the lower one."""
+  runs = []
+  for budget, loss in ((1e18, 3.0), (2e18, 3.1)):
+    for params in (1e6, 1e6, 2e6, 4e6):
+      add(runs, 'dense', budget, params, loss)
+      add(runs, 'mod', budget, params, loss - 0.1)
+  results = [(entry, {'loss': x, 'diverged': ''}) for entry, x in runs]
+  rows = fit.comparisons(fit.fit(fit.curves(results))[0], 'dense')
+  assert [row['loss_difference'].value for row in rows] == pytest.approx(
+    [-0.1, -0.1]
+  )
+  assert not any('compute_multiplier' in row for row in rows)
+
+
 @pytest.mark.parametrize('name', ['gpu.py:hour', 'laptop.py:rows_of_128'])
 def test_three_sizes_are_planned_with_what_a_multiplier_needs(name):
   config = f'{ROOT}/configs/sweeps/{name}'
