@@ -91,7 +91,7 @@ def _decoded(path, line) -> Entry:
     config = config_lib.from_dict(ExperimentConfig, line['config'])
   except UserError as error:
     raise UserError(
-      f'{path}, run {line["id"]}: {error} The manifest is of another version of'
-      ' this library: use that version, or plan the sweep again.'
+      f'{path}, run {line["id"]}: {error} If another version of this library'
+      ' has planned it, use that version, or plan the sweep again.'
     ) from error
   return Entry(**line | {'config': config})

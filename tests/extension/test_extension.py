@@ -21,6 +21,8 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.sampling import generate
 from mod_jax.serving.engine import Engine
+from mod_jax.sweeps import manifest
+from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, loop
@@ -124,6 +126,13 @@ def test_a_score_beside_a_config_file(tmp_path):
   # A cost of 0 must be said.
   with pytest.raises(TypeError, match='flops'):
     norm.Uncounted()
+  # The manifest of a sweep says what is missing, and blames no version.
+  told = {'id': 'a', 'group': 'mod', 'budget': 1e9, 'seed': 0, 'facts': {}}
+  manifest.write(tmp_path, [Entry(config=config, **told)])
+  with pytest.raises(
+    UserError, match='--trust=norm_beside. If another version'
+  ):
+    manifest.read(tmp_path)
 
 
 @pytest.mark.slow
