@@ -87,7 +87,8 @@ class SweepConfig:
   name: str = 'sweep'  # A label; nothing depends on it.
   # The config that all runs share: data, batch, optimiser, evaluation, mesh.
   # The sweep sets for each run the model's shape and routing, the number of
-  # steps, the warm-up, the learning rate and the seed.
+  # steps, the warm-up, the learning rate, evaluation.every and the seed, so
+  # these fields of `base` have no effect.
   base: ExperimentConfig = ExperimentConfig()
   budgets: tuple[config_lib.Positive, ...] = (1e13,)  # Training FLOPs of a run.
   # Number of seeds, from 0, of each model: one number for all budgets, or one

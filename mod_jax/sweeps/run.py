@@ -170,8 +170,8 @@ def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
   """Returns the finished runs with their results, in the order of the plan.
 
   A result is a dict of `diverged`, a message or ''; `metrics`, all held-out
-  metrics at the end; `loss`, the one of these that the run was trained for,
-  None if it diverged; and `data`, a digest of the data's fingerprint.
+  metrics at the end; `loss`, the loss among these, of a routed model that under
+  top-k, None if it diverged; and `data`, a digest of the data's fingerprint.
 
   Raises:
     UserError: as `manifest.read`; or a result belongs to another manifest.
