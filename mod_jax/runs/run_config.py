@@ -21,16 +21,16 @@ class TrainConfig:
   # Rows of a step, on all devices together.
   batch_size: config_lib.Size = 16
   # Number of microbatches of a step, whose gradients are added. Losses of a
-  # batch as a whole (ACM's budget and diversity, the balance of experts) are
-  # computed for each microbatch.
+  # batch as a whole (ACM's budget and diversity, the balance of experts) and
+  # statistics of batch norms are computed for each microbatch.
   grad_accum_steps: config_lib.Size = 1
   # At the beginning, the capacity of routed layers falls from 1 over this many
   # steps, or over this fraction of all steps.
   capacity_warmup_steps: config_lib.Steps = 0
   # Number of capacities during the warm-up; each compiles its own program.
   capacity_warmup_stages: config_lib.Unrolled = 4
-  # EMA decay of the parameters; the averages are evaluated in their place. 0
-  # keeps none.
+  # EMA decay of the parameters; the averages are evaluated in their place. It
+  # is less at first, (1 + step) / (10 + step). 0 keeps none.
   ema_decay: config_lib.Decay = 0.0
   # The run ends early after this many evaluations in a row that are no better,
   # by the metric checkpoint.best, than the best one. 0 = it never ends early.
