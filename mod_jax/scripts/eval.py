@@ -305,7 +305,7 @@ def main(_) -> None:
     raise UserError(
       f'--predict: {len(unreadable)} of the files cannot be read'
       f' ({", ".join(unreadable[:3])}{more}): repair or remove them; the others'
-      ' are classified.'
+      ' are answered.'
     )
 
 
