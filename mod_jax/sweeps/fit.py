@@ -502,9 +502,11 @@ def write(workdir) -> str:
       f'no run in {workdir} has a loss yet ({len(results)} diverged): run the'
       ' sweep by `python -m mod_jax.sweeps run`.'
     )
+  planned, *_ = manifest.read(workdir)
+  # The group of `plan`'s `relative_flops`, even if it has no results so far.
   dense = (
     entry.group
-    for entry, _ in results
+    for entry in planned
     if entry.config.model.routing is None and entry.facts['equal_flops']
   )
   reference = next(dense, None)
@@ -523,10 +525,9 @@ def write(workdir) -> str:
     title = f'The best run of each group at {budget:g} FLOPs'
     figure = compare.Comparison(best).figure(title)
     viz.save(figure, workdir / 'curves.png')
-  planned = len(manifest.read(workdir)[0])
-  if len(results) == planned:
+  if len(results) == len(planned):
     return table(fit_record)
-  return f'{len(results)} of {planned} runs are over.\n{table(fit_record)}'
+  return f'{len(results)} of {len(planned)} runs are over.\n{table(fit_record)}'
 
 
 def _best_runs(workdir, results, budget) -> list[compare.RecordedRun]:

@@ -29,6 +29,7 @@ PUBLISHED = {
 SEVEN = tuple(np.linspace(-1.3, 1.1, 7))
 MODELS = {
   'dense': ExperimentConfig(model=LMConfig(routing=None)),
+  'deep': ExperimentConfig(model=LMConfig(routing=None)),
   'mod': ExperimentConfig(model=LMConfig(routing=MoDConfig())),
 }
 
@@ -205,6 +206,24 @@ def test_three_sizes_are_compared_by_their_means(tmp_path):
   assert 'no minimum: 3 sizes, of at least 4 needed' in text
   assert f'  mean      {np.exp(np.log(231e6) + 0.1):.3g} [' in text
   assert 'mod at 6e+18, mean: parameters x' in text
+
+
+def test_models_wait_for_the_first_dense_group(tmp_path):
+  """Another dense group that has results is not what they are compared with."""
+  runs = []
+  for group in ('dense', 'deep', 'mod'):
+    for params in (1e6, 1e6, 2e6, 4e6):
+      add(runs, group, 6e18, params, 3.0)
+  write(tmp_path, runs)
+  compared = []
+  for finished in (True, False):
+    if not finished:
+      for entry, _ in runs[:4]:
+        run.result_path(tmp_path, entry).unlink()
+    fit.write(tmp_path)
+    rows = json.loads((tmp_path / 'fit.json').read_text())['comparisons']
+    compared.append({row['group'] for row in rows})
+  assert compared == [{'deep', 'mod'}, set()]
 
 
 def test_no_multiplier_where_more_flops_do_not_help_dense_models():
