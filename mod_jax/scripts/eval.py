@@ -233,9 +233,9 @@ def _classes(run, files):
         images.append(run.preprocess([row['file']]))
       except image_folder.UnreadableImageError as error:
         row['error'] = str(error)
-    answers = iter(())
-    if images:
-      answers = iter(run.classify(np.concatenate(images), **settings))
+    answers = iter(
+      run.classify(np.concatenate(images), **settings) if images else ()
+    )
     for row in rows:
       answer = row.get('error')
       if answer is None:
