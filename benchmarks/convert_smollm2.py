@@ -247,7 +247,10 @@ def main(_):
   lines = _STUDY.results()
   print(study_tables.converted(lines))
   figure = viz.seed_dots(
-    study_tables.converted_losses(lines),
+    {
+      trained: {way: [*x.values()] for way, x in losses.items()}
+      for trained, losses in study_tables.converted_losses(lines).items()
+    },
     xlabel='held-out loss, nats per token (dots: seeds; bar: mean)',
     title='A pretrained language model, made routed in many ways',
   )

@@ -122,19 +122,28 @@ def _converted_loss(way: str) -> str:
 
 
 def converted_losses(found: Mapping[str, dict]) -> dict:
-  """Returns length of training -> way -> losses, from best to worst.
+  """Returns length of training -> way -> seed -> loss, from best to worst.
 
   The model before any training is among those of each length.
   """
   models, lengths = by_model(found), {}
-  at_first = [line['loss'] for line in models.pop(PARENT).values()]
   for name, of_seed in models.items():
     way, _, trained = name.rpartition(', ')
-    ways = lengths.setdefault(trained, {PARENT: at_first})
-    ways[way] = [line[_converted_loss(way)] for line in of_seed.values()]
-  return {
-    trained: dict(sorted(ways.items(), key=lambda x: statistics.mean(x[1])))
+    if name != PARENT:
+      ways = lengths.setdefault(trained, {PARENT: models[PARENT]})
+      ways[way] = of_seed
+  losses = {
+    trained: {
+      way: {seed: line[_converted_loss(way)] for seed, line in of_seed.items()}
+      for way, of_seed in ways.items()
+    }
     for trained, ways in lengths.items()
+  }
+  return {
+    trained: dict(
+      sorted(ways.items(), key=lambda x: statistics.mean(x[1].values()))
+    )
+    for trained, ways in losses.items()
   }
 
 
@@ -149,30 +158,28 @@ def converted(found: Mapping[str, dict]) -> str:
   """
   models, rows = by_model(found), []
 
-  for trained, ways in converted_losses(found).items():
-    names = {
-      way: PARENT if way == PARENT else f'{way}, {trained}' for way in ways
-    }
-    losses = {
-      way: {seed: x[_converted_loss(way)] for seed, x in models[name].items()}
-      for way, name in names.items()
+  for trained, losses in converted_losses(found).items():
+    runs = {
+      way: [*models[PARENT if way == PARENT else f'{way}, {trained}'].values()]
+      for way in losses
     }
     cost = {
-      way: next(iter(models[name].values()))['forward_flops']
-      / found[f'{PARENT}/0']['forward_flops']
-      for way, name in names.items()
+      way: lines[0]['forward_flops'] / found[f'{PARENT}/0']['forward_flops']
+      for way, lines in runs.items()
     }
-    best = next((x for x in ways if re.match('dense(?!, at first)', x)), PARENT)
-    twins = sorted({best, *DELETED} & set(ways), key=cost.get)
-    for way in ways:
+    best = next(
+      (x for x in losses if re.match('dense(?!, at first)', x)), PARENT
+    )
+    twins = sorted({best, *DELETED} & losses.keys(), key=cost.get)
+    for way, of_seed in losses.items():
       more = [
         x - losses[best][seed]
-        for seed, x in losses[way].items()
+        for seed, x in of_seed.items()
         if seed in losses[best]
       ]
       of_twin = []
       if cost[twins[0]] <= cost[way] < 1 and way not in DELETED:
-        for seed, loss in losses[way].items():
+        for seed, loss in of_seed.items():
           at = [
             losses[x].get(seed, statistics.mean(losses[x].values()))
             for x in twins
@@ -180,18 +187,17 @@ def converted(found: Mapping[str, dict]) -> str:
           of_twin.append(
             loss - np.interp(cost[way], [cost[x] for x in twins], at)
           )
-      runs = list(models[names[way]].values())
       rows.append(
         [
-          *(way, 'not' if way == PARENT else trained, str(len(runs))),
-          cell(spread(list(losses[way].values()))),
+          *(way, 'not' if way == PARENT else trained, str(len(of_seed))),
+          cell(spread([*of_seed.values()])),
           cell(spread(more)) if more else '',
-          over_seeds(runs, 'router_rule'),
-          over_seeds(runs, 'threshold_rule'),
-          over_seeds(runs, 'without_routed_blocks'),
+          over_seeds(runs[way], 'router_rule'),
+          over_seeds(runs[way], 'threshold_rule'),
+          over_seeds(runs[way], 'without_routed_blocks'),
           f'{cost[way]:.3f}',
           cell(spread(of_twin)) if of_twin else '',
-          over_seeds(runs, 'cpu_seconds', 1 / 60, 0),
+          over_seeds(runs[way], 'cpu_seconds', 1 / 60, 0),
         ]
       )
   header = ['model', 'trained', 'seeds', 'nats per token', 'over dense']
