@@ -51,11 +51,12 @@ SHARD = 5 * 10**9  # Maximum bytes per file of weights, as in Hugging Face.
 def find(path: str | os.PathLike) -> pathlib.Path:
   """Returns `path` if it is a file, or the file of weights in a directory.
 
-  Raises UserError if there is no such file, or its suffix is not supported.
+  That is the index, where the weights are in several files. Raises UserError if
+  there is no such file, or its suffix is not supported.
   """
   path = pathlib.Path(path).expanduser()
   if path.is_dir():
-    for name in _IN_DIRECTORY:
+    for name in (_IN_DIRECTORY[0], INDEX, _IN_DIRECTORY[1]):
       if (path / name).is_file():
         return path / name
     raise UserError(
@@ -65,7 +66,7 @@ def find(path: str | os.PathLike) -> pathlib.Path:
     )
   if not path.is_file():
     raise paths.missing(path, on_hub=True)
-  if path.suffix not in _PYTORCH:
+  if path.suffix not in _PYTORCH and path.name != INDEX:
     check_suffix(path)
   return path
 
@@ -101,8 +102,9 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
       finite.
   """
   path = find(path)
-  if path.suffix == '.safetensors':
-    return {name: x.read() for name, x in _headers(path).items()}
+  if path.name == INDEX or path.suffix == '.safetensors':
+    lazy = stored(path.parent) if path.name == INDEX else _headers(path)
+    return {name: x.read() for name, x in lazy.items()}
   with _damage(path):
     read_all = _read_npz if path.suffix == '.npz' else torch_files.read
     arrays = read_all(path)

@@ -3,6 +3,7 @@
 import io
 import zipfile
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,9 +67,17 @@ def test_small_files_do_not_become_large(tmp_path):
     files.read(path)
 
 
-def test_the_model_of_a_directory(tmp_path):
+def test_the_model_of_a_directory(tmp_path, monkeypatch):
   (tmp_path / 'pytorch_model.bin').touch()
   assert files.find(tmp_path).name == 'pytorch_model.bin'
+  values = {'a': np.zeros(2, np.float32), 'b': np.ones(3, np.float32)}
+  monkeypatch.setattr(files, 'SHARD', 8)
+  files.write_sharded(
+    tmp_path, [(k, 8, lambda x=x: x) for k, x in values.items()]
+  )
+  assert len(list(tmp_path.glob(files.SHARDS))) == 2
+  chex.assert_trees_all_equal(files.read(tmp_path), values)
+  chex.assert_trees_all_equal(files.read(files.find(tmp_path)), values)
   path = tmp_path / 'model.safetensors'
   files.write(path, {'x': np.ones(1, np.float32)})
   assert files.find(tmp_path) == path
