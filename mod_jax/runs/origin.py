@@ -1,4 +1,4 @@
-"""Compares a checkpoint's config, data and frozen weights with the run's."""
+"""Compares a checkpoint's config, data and other weights with the run's."""
 
 import json
 from typing import Any
@@ -9,6 +9,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from mod_jax import config as config_lib
+from mod_jax import trees
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
 from mod_jax.runs import history
@@ -17,6 +18,7 @@ from mod_jax.runs.workdir import listed, refuse_differences
 
 _CONFIG, _DATA = 'config', 'data'  # Keys of a checkpoint's metadata.
 FROZEN = 'frozen'  # Key of the fingerprint of the frozen weights, if any.
+TEACHER = 'teacher'  # Key of the fingerprint of the teacher's weights, if any.
 
 
 def describe(config: RunConfig, modality) -> dict[str, Any]:
@@ -72,6 +74,29 @@ def check_frozen(saved, origin: dict[str, Any], init: str) -> None:
     raise UserError(
       f'init={init} holds other weights than those that were frozen while the'
       f' checkpoint at step {saved.step} was trained: put them back there.'
+    )
+
+
+def of_teacher(teacher) -> str:
+  """Returns the fingerprint of a teacher's variables."""
+  return fingerprint.of_arrays(
+    (name, np.asarray(x)) for name, x in trees.by_path(teacher).items()
+  )
+
+
+def check_teacher(saved, origin: dict[str, Any]) -> None:
+  """Raises UserError if a checkpoint was trained with another teacher.
+
+  `origin` has the fingerprint of the run's teacher, if any. A checkpoint that
+  has none may be from before such fingerprints were saved.
+  """
+  teacher = origin.get(TEACHER)
+  if saved.metadata.get(TEACHER, teacher) != teacher:
+    raise UserError(
+      'the teacher, at objective.teacher or else at init, has other weights'
+      f' than while the checkpoint at step {saved.step} was trained: put them'
+      " back there, or start another run from this one's weights, in another"
+      ' workdir.'
     )
 
 

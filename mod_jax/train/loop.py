@@ -194,9 +194,10 @@ def build(
     optimizer, abstract = state_lib.of_run(task, mesh)
     optimizer_lib.check_rules(config.optimizer, abstract.all_params)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    teacher = jax.tree.map(
-      lambda x: parallel.place(x, everywhere), task.teacher(mesh)
-    )
+    teacher = task.teacher(mesh)
+    if teacher is not None:
+      origin[origin_lib.TEACHER] = origin_lib.of_teacher(teacher)
+    teacher = jax.tree.map(lambda x: parallel.place(x, everywhere), teacher)
     compiled_step = functools.cache(
       functools.partial(
         jit_step, abstract, task=task, optimizer=optimizer, config=config.train
@@ -232,6 +233,7 @@ def build(
           restored, origin['data'], allow=allow_changed_data
         )
         origin_lib.check_frozen(restored, origin, config.init)
+        origin_lib.check_teacher(restored, origin)
 
       if saved:
         restored = checkpointer.restore(abstract.saved, iterator, check=check)

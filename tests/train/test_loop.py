@@ -54,6 +54,15 @@ def tiny_config(**changes):
   return tiny_task.make_config(**own | changes)
 
 
+def test_another_teacher_is_refused(tmp_path, quiet, monkeypatch):
+  monkeypatch.setattr(Tiny, 'held', {'kernel': np.ones(8, np.float32)})
+  train(tiny_config(), tmp_path, max_steps=2)
+  assert train(tiny_config(), tmp_path, max_steps=2).step == 4
+  monkeypatch.setattr(Tiny, 'held', {'kernel': np.zeros(8, np.float32)})
+  with pytest.raises(UserError, match='objective.teacher .* step 4'):
+    train(tiny_config(), tmp_path)
+
+
 def test_what_a_run_leaves_behind(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(Tiny, 'pictures', lambda *args: {'view': Figure()})
   monkeypatch.setattr(Tiny, 'finish', lambda *args: ['a text'])
