@@ -252,6 +252,8 @@ class Judge(Hook):
     if self.metric is None:
       return
     run = self.run
+    if self.evaluate.metrics:  # Of the weights at `init`, or repeated.
+      self._known()
     # The weights at `init`, at step 0, are no checkpoint of this run.
     lines = {}
     for line in metrics_lib.read(run.workdir):

@@ -198,6 +198,15 @@ def test_metrics_that_cannot_judge(tmp_path, changes, said):
     train(make_config(**changes), tmp_path)
 
 
+def test_a_metric_that_cannot_judge_is_told_before_the_first_step(tmp_path):
+  first = make_config(**{'train.num_steps': 2})
+  train(first, tmp_path / 'first')
+  init = {'init': str(tmp_path / 'first'), 'checkpoint.best': 'top5'}
+  with pytest.raises(UserError, match='this run measures'):
+    train(make_config(**init), tmp_path / 'second')
+  assert [x['step'] for x in metrics_lib.read(tmp_path / 'second')] == [0]
+
+
 def test_a_fraction_of_less_than_a_step_ends_early_too(tmp_path):
   config = make_config(**{'train.early_stop': 2, 'evaluation.every': 0.01})
   assert train(config, tmp_path).step == PEAK + 2  # Evaluated at each step.
