@@ -107,6 +107,24 @@ class Tokenizer(abc.ABC):
     """Returns the ids of a prompt for a pretrained model to continue."""
     return self.encode(text)
 
+  def encode_after(self, text: str) -> list[int]:
+    """Returns the ids of `text` after a special token in the same prompt.
+
+    Unlike `encode`, it adds no space that the tokenizer puts before a whole
+    prompt alone.
+    """
+    return self.encode(text)
+
+  def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
+    """Returns the ids of a prompt's texts, from its beginning.
+
+    Between the texts are special tokens, such as the token of a picture.
+    """
+    return [
+      (self.encode_after if i else self.encode)(text)
+      for i, text in enumerate(texts)
+    ]
+
   def beginning(self) -> list[int]:
     """Returns the special tokens before a text: BOS, if the tokenizer adds it.
 
@@ -260,14 +278,19 @@ class HuggingFaceTokenizer(Tokenizer):
       # Files saved for fine-tuning may truncate texts, for example at 512.
       tok.no_truncation()
       tok.no_padding()
-      spec = json.loads(tok.to_str())
+      spec = json.loads(text := tok.to_str())
+      # Quotes within the vocabulary are escaped, so this is no part of a token.
+      text = text.replace(
+        '"prepend_scheme":"first"', '"prepend_scheme":"never"'
+      )
+      self._after = tokenizers.Tokenizer.from_str(text)
       # Chats need another setting of `encode_special_tokens`. Changing it for
       # each call would not be thread-safe, so keep a second tokeniser.
       self._of_chats = tokenizers.Tokenizer.from_str(tok.to_str())
     except Exception as e:
       raise _not_a_model(file, 'Hugging Face tokenizer.json', e) from e
     # Text that spells a special token must not be encoded as one.
-    tok.encode_special_tokens = True
+    tok.encode_special_tokens = self._after.encode_special_tokens = True
     self._tok = tok
     added = tok.get_added_tokens_decoder()
     surface_of = _surface_function(spec.get('decoder'))
@@ -304,6 +327,10 @@ class HuggingFaceTokenizer(Tokenizer):
     """Returns the ids of `text` without the template's special tokens."""
     text = text.encode('utf-8', 'replace').decode()
     return self._tok.encode(text, add_special_tokens=False).ids
+
+  def encode_after(self, text: str) -> list[int]:
+    text = text.encode('utf-8', 'replace').decode()
+    return self._after.encode(text, add_special_tokens=False).ids
 
   def encode_prompt(self, text: str) -> list[int]:
     """Returns the ids of a prompt for a pretrained model to continue.

@@ -15,6 +15,7 @@ run as a script, the module is the separate process.
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -167,16 +168,17 @@ class _Texts:
 
   def encode(self, texts: list[str], most: int) -> list[list[int]]:
     """Returns the tokens of each prompt; refuses more than `most` in one."""
-    return [self._tokens(self._encode, text, most) for text in texts]
+    return self._tokens(functools.partial(map, self._encode), texts, most)
 
   def encode_chat(self, messages: list[dict], most: int) -> list[list[int]]:
     """Returns the tokens of a rendered chat, as a list of one prompt."""
     text = chat.render(self._kind, self._path, messages)
-    return [self._tokens(self._tokenizer.encode_chat, text, most)]
+    encode_all = functools.partial(map, self._tokenizer.encode_chat)
+    return self._tokens(encode_all, [text], most)
 
   def encode_parts(self, texts: list[str], most: int) -> list[list[int]]:
     """Returns the tokens of each part of a text, at most `most` in one."""
-    return [self._tokens(self._tokenizer.encode, text, most) for text in texts]
+    return self._tokens(self._tokenizer.encode_parts, texts, most)
 
   def fit_picture(self, encoded: str, fit: dict) -> str:
     """Returns the uint8 pixels of a picture after `resize.center_crop`.
@@ -201,21 +203,23 @@ class _Texts:
   def decode_after(self, before, ids) -> str:
     return self._tokenizer.decode_after(before, ids)
 
-  def _tokens(self, encode, text, most):
+  def _tokens(self, encode_all, texts, most):
     # Do not even tokenise a text that has too many bytes for `most` tokens.
-    size = len(text.encode('utf-8', 'replace'))
-    if size > most * self._token_bytes:
-      raise UserError(
-        f'a prompt of {size} bytes does not fit max_length={most} tokens:'
-        ' shorten it.'
-      )
-    tokens = encode(text)
-    if len(tokens) > most:
-      raise UserError(
-        f'a prompt of {len(tokens)} tokens does not fit max_length={most}:'
-        ' shorten it.'
-      )
-    return tokens
+    for text in texts:
+      size = len(text.encode('utf-8', 'replace'))
+      if size > most * self._token_bytes:
+        raise UserError(
+          f'a prompt of {size} bytes does not fit max_length={most} tokens:'
+          ' shorten it.'
+        )
+    encoded = list(encode_all(texts))
+    for tokens in encoded:
+      if len(tokens) > most:
+        raise UserError(
+          f'a prompt of {len(tokens)} tokens does not fit max_length={most}:'
+          ' shorten it.'
+        )
+    return encoded
 
 
 class _Handler(socketserver.StreamRequestHandler):

@@ -82,8 +82,8 @@ class VisionLanguage(Modality):
 
   @property
   def _adds_space(self) -> bool:
-    """Whether the tokenizer puts a space before each text, as LLaVA's does."""
-    first = self.tokenizer.encode('a')[:1]
+    """Whether the tokenizer puts a space before each text, as Llama 2's do."""
+    first = self.tokenizer.encode_after('a')[:1]
     return any(self.tokenizer.surfaces[i].startswith(b' ') for i in first)
 
   @property
@@ -122,7 +122,7 @@ class VisionLanguage(Modality):
 
     Args:
       pieces: (kind, text) of each piece.
-      encode_all: maps texts to their tokens; None for the tokenizer's `encode`.
+      encode_all: maps texts to their tokens; None for `tokenizer.encode_parts`.
     """
     tokens = self.tokenizer.beginning()
     kinds = [KINDS.index('text')] * len(tokens)
@@ -141,7 +141,7 @@ class VisionLanguage(Modality):
         follows |= bool(text)
       follows &= kind != 'answer'
     if encode_all is None:
-      encode_all = functools.partial(map, self.tokenizer.encode)
+      encode_all = self.tokenizer.encode_parts
     encoded = iter(encode_all(texts))
     for (kind, _), of_piece in zip(pieces, parts, strict=True):
       for i in range(len(of_piece)):

@@ -53,10 +53,13 @@ def test_the_loss_is_on_answers_alone():
     assert rows[name].dtype == shape.dtype, name
 
 
-@pytest.mark.parametrize('adds_space', [True, False])
+@pytest.mark.parametrize('adds_space', ['always', 'first', 'never'])
 @pytest.mark.parametrize('begin', ['<s>', '</s>', None])
 def test_tokens_are_those_of_the_whole_prompt(tmp_path, begin, adds_space):
-  """Also if the tokenizer puts a space before each text, as Llama's does."""
+  """Also if the tokenizer puts a space before each text, or before the first.
+
+  Llama 2's tokenizers do the one or the other, by their age.
+  """
   special = ['<s>', '</s>', '<image>']
   text = 'Be kind. USER: <image>\nIs it? ASSISTANT: A dog.'
   text += '</s>USER: And? ASSISTANT: A cat.</s>'
@@ -67,9 +70,13 @@ def test_tokens_are_those_of_the_whole_prompt(tmp_path, begin, adds_space):
   )
   tokenizer.add_special_tokens(special)
   tokenizer.normalizer = hf.normalizers.Sequence(
-    [hf.normalizers.Prepend('▁')] * adds_space
+    [hf.normalizers.Prepend('▁')] * (adds_space == 'always')
     + [hf.normalizers.Replace(' ', '▁')]
   )
+  if adds_space == 'first':
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.Metaspace(
+      prepend_scheme='first', split=False
+    )
   tokenizer.decoder = hf.decoders.Replace('▁', ' ')
   if begin is not None:
     tokenizer.post_processor = hf.processors.TemplateProcessing(
