@@ -20,6 +20,11 @@ def write(directory, step: int, metric: str, value: float) -> None:
   metrics.write_json(workdir.expand(directory) / _FILE, record)
 
 
+def forget(directory) -> None:
+  """Removes `best.json`, if there is one."""
+  (workdir.expand(directory) / _FILE).unlink(missing_ok=True)
+
+
 def resolve(directory, step: Step) -> int | None:
   """Returns `step` or, if it is 'best', the step that `best.json` names."""
   if step != 'best':

@@ -238,7 +238,9 @@ class Judge(Hook):
   """Keeps the best checkpoint, and ends a run that gets no better.
 
   Both decisions follow from the evaluations in `metrics.jsonl`, so that a
-  continued run decides as one that was never interrupted.
+  continued run decides as one that was never interrupted. If `checkpoint.best`
+  is set or changed in a continuation, only checkpoints that are still there can
+  be the best.
   """
 
   def __init__(self, run: OpenRun, evaluate: Evaluate, save: Save):
@@ -249,9 +251,10 @@ class Judge(Hook):
     self.ended = False  # Whether the run ends now, before its last step.
 
   def begin(self, step, state):
-    if self.metric is None:
-      return
     run = self.run
+    if self.metric is None:
+      self._forget()
+      return
     if self.evaluate.metrics:  # Of the weights at `init`, or repeated.
       self._known()
     # The weights at `init`, at step 0, are no checkpoint of this run.
@@ -263,10 +266,12 @@ class Judge(Hook):
     # Other hosts may not see a line yet that the first host has just written.
     if step and self.evaluate.step == step:
       lines[step] = self.evaluate.metrics
+    saved = run.checkpointer.steps()
     for at in sorted(lines):
-      self._judge(at, lines[at])
-    # Skip this if `checkpoint.best` was set after that step.
-    if self.best is not None and self.best[0] in run.checkpointer.steps():
+      self._judge(at, lines[at], saved=at in saved)
+    if self.best is None:
+      self._forget()
+    else:
       self._keep()
     patience = run.config.train.early_stop
     self.ended = history_lib.ended_early(run.workdir, patience) == step
@@ -305,15 +310,19 @@ class Judge(Hook):
       )
     return metrics
 
-  def _judge(self, step, metrics) -> bool:
-    """Notes an evaluation, and returns whether it is the best; NaN never is."""
+  def _judge(self, step, metrics, *, saved: bool = True) -> bool:
+    """Notes an evaluation, and returns whether it is the best; NaN never is.
+
+    `saved` is False if the checkpoint of this step is gone.
+    """
     value, sign = metrics.get(self.metric, math.nan), self.run.direction
     least = -math.inf if self.best is None else sign * self.best[1]
-    if sign * value > least:
+    if not sign * value > least:
+      self.since += 1
+      return False
+    if saved:
       self.best, self.since = (step, value), 0
-      return True
-    self.since += 1
-    return False
+    return saved
 
   def _end_if_due(self, step):
     patience = self.run.config.train.early_stop
@@ -328,6 +337,11 @@ class Judge(Hook):
     self.run.checkpointer.spare(step)
     if self.run.first:
       best_lib.write(self.run.workdir, step, self.metric, value)
+
+  def _forget(self):
+    # The best by another metric is no longer kept.
+    if self.run.first:
+      best_lib.forget(self.run.workdir)
 
 
 class Report(Hook):

@@ -118,6 +118,27 @@ def test_a_run_that_gets_no_better_ends_early(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+  ('before', 'after', 'there'),
+  [(None, 'accuracy', 6), ('other', 'accuracy', 2), ('accuracy', None, None)],
+)
+def test_a_continuation_by_another_metric_names_what_is_there(
+  tmp_path, monkeypatch, before, after, there
+):
+  monkeypatch.setattr(Tiny, 'rising', ('accuracy', 'other'))
+  train(make_config(**{'checkpoint.best': before}), tmp_path, max_steps=8)
+  train(make_config(**{'checkpoint.best': after}), tmp_path)
+  if after is None:
+    assert steps_on_disk(tmp_path) == [9, 12]
+    assert not (tmp_path / 'best.json').exists()
+  else:
+    # The checkpoint at the peak was never saved, or is gone.
+    assert steps_on_disk(tmp_path) == [there, 9, 12]
+    best = json.loads((tmp_path / 'best.json').read_text())
+    assert (best['step'], best['metric']) == (there, after)
+    assert tiny_task.load(tmp_path, step='best').step == there
+
+
+@pytest.mark.parametrize(
   ('early_stop', 'parts'), [(0, (1, 3, 2)), (2, (4, 3)), (2, (6, 1)), (0, (8,))]
 )
 def test_a_run_in_parts_ends_as_one_without_a_stop(tmp_path, early_stop, parts):
