@@ -280,10 +280,12 @@ class HuggingFaceTokenizer(Tokenizer):
       tok.no_padding()
       spec = json.loads(text := tok.to_str())
       # Quotes within the vocabulary are escaped, so this is no part of a token.
-      text = text.replace(
+      after = text.replace(
         '"prepend_scheme":"first"', '"prepend_scheme":"never"'
       )
-      self._after = tokenizers.Tokenizer.from_str(text)
+      self._after = tok  # Most tokenizers need no second copy in memory.
+      if after != text:
+        self._after = tokenizers.Tokenizer.from_str(after)
       # Chats need another setting of `encode_special_tokens`. Changing it for
       # each call would not be thread-safe, so keep a second tokeniser.
       self._of_chats = tokenizers.Tokenizer.from_str(tok.to_str())
